@@ -1,0 +1,1 @@
+"""Foundations that know nothing of diffusion: records, checks, numerics."""

@@ -1,0 +1,1 @@
+"""Losses, one file a family, each with its mathematics on top."""

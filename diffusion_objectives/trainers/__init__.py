@@ -1,0 +1,1 @@
+"""Wiring into trainers: the only modules that import flax, optax or Tunix."""
