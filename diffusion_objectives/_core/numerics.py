@@ -14,8 +14,11 @@ import numpy as np
 
 
 def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-  """The dtype in which a loss is computed and summed: at least float32."""
-  return jnp.promote_types(dtype, jnp.float32)
+  """The dtype in which a loss is computed and summed: at least float32.
+
+  `jnp.promote_types(dtype, jnp.float32)`, also under strict promotion.
+  """
+  return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
 
 
 def clean_rows(

@@ -32,6 +32,7 @@ from jax.interpreters import pxla
 from diffusion_objectives import batches
 from diffusion_objectives import outputs
 from diffusion_objectives._core import checks
+from diffusion_objectives._core import numerics
 from diffusion_objectives.objectives import cross_entropy
 from diffusion_objectives.objectives import distillation
 
@@ -657,7 +658,7 @@ def _update(
 
 def _divide(total: jax.Array, denominator: jax.Array) -> jax.Array:
   """`total / denominator` in at least float32; 0 where the latter is 0."""
-  wide = total.astype(jnp.promote_types(total.dtype, jnp.float32))
+  wide = total.astype(numerics.accumulation_dtype(total.dtype))
   denominator = denominator.astype(wide.dtype)
   is_empty = denominator == 0
   return jnp.where(is_empty, 0, wide / jnp.where(is_empty, 1, denominator))

@@ -1,0 +1,168 @@
+"""Few shapes, many values: what the laws are tried on.
+
+A case is drawn as a shape bucket, a scale, a pattern of weights and a seed; the
+arrays come from NumPy's generator. Few shapes mean few compilations, so values
+can be many. Every bucket has one structure of the batch: the second and fourth
+carry `is_supervised`, the others do not, so both default denominators occur.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from hypothesis import strategies as st
+
+from diffusion_objectives import batches
+
+# (batch, length, vocabulary): the least, odd co-primes, and two whose batch
+# divides over 2 and 4 devices.
+SHAPES = ((1, 1, 2), (3, 5, 7), (2, 4, 6), (4, 3, 9))
+SCALES = (0.0, 1.0, 30.0)
+WEIGHTS = ("all", "none", "binary", "fractional", "tiny", "one row")
+
+# What inactive positions are filled with: ids, logits.
+POISONS = ((-100, np.nan), (-1, np.inf), (10**6, -np.inf), (0, 1e30))
+
+
+@dataclasses.dataclass(frozen=True)
+class Regime:
+  """What a case is made of.
+
+  Attributes:
+    shape: `(batch, length, vocabulary)`, one of `SHAPES`.
+    scale: standard deviation of the logits, one of `SCALES`.
+    weights: the pattern of the weights, one of `WEIGHTS`.
+    seed: of NumPy's generator.
+  """
+
+  shape: tuple[int, int, int]
+  scale: float
+  weights: str
+  seed: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+  """A prediction, a batch, and the size that rounding is measured against.
+
+  Attributes:
+    prediction: the network's output, NumPy.
+    batch: the batch, NumPy leaves.
+    magnitude: a bound, up to a small factor, on the sum of the absolute terms.
+  """
+
+  prediction: Any
+  batch: Any
+  magnitude: float
+
+
+def regimes() -> st.SearchStrategy[Regime]:
+  """All shapes, scales and patterns of weights, with a seed."""
+  return st.builds(
+      Regime,
+      shape=st.sampled_from(SHAPES),
+      scale=st.sampled_from(SCALES),
+      weights=st.sampled_from(WEIGHTS),
+      seed=st.integers(0, 2**32 - 1),
+  )
+
+
+def position_weights(regime: Regime, rng: np.random.Generator) -> np.ndarray:
+  """`[batch, length]` float32 weights of the regime's pattern."""
+  shape = regime.shape[:2]
+  fractional = 10 ** rng.uniform(-3, 1, shape) * (rng.random(shape) < 0.7)
+  patterns: dict[str, Callable[[], np.ndarray]] = {
+      "all": lambda: np.ones(shape),
+      "none": lambda: np.zeros(shape),
+      "binary": lambda: rng.random(shape) < 0.5,
+      "fractional": lambda: fractional,
+      "tiny": lambda: fractional * 1e-8,
+      "one row": lambda: fractional * (np.arange(shape[0]) == 0)[:, None],
+  }
+  return patterns[regime.weights]().astype(np.float32)
+
+
+def _token_batch(
+    regime: Regime, rng: np.random.Generator
+) -> batches.DiffusionTokenBatch:
+  batch, length, vocabulary = regime.shape
+  weights = position_weights(regime, rng)
+  is_supervised = (weights > 0) | (rng.random(weights.shape) < 0.3)
+  ids = rng.integers(0, vocabulary, (batch, length), dtype=np.int32)
+  return batches.DiffusionTokenBatch(
+      model_inputs={"input_tokens": ids},
+      target_ids=ids,
+      loss_weights=weights,
+      is_supervised=(
+          is_supervised if SHAPES.index(regime.shape) % 2 else None
+      ),
+  )
+
+
+def _logits(regime: Regime, rng: np.random.Generator) -> np.ndarray:
+  return (regime.scale * rng.standard_normal(regime.shape)).astype(np.float32)
+
+
+def token_case(regime: Regime) -> Case:
+  """Logits and a `DiffusionTokenBatch`."""
+  rng = np.random.default_rng(regime.seed)
+  batch = _token_batch(regime, rng)
+  return Case(
+      prediction=_logits(regime, rng),
+      batch=batch,
+      magnitude=float(batch.loss_weights.sum()) * (1 + regime.scale),
+  )
+
+
+def distillation_case(regime: Regime) -> Case:
+  """Student logits and a `DiffusionDistillationBatch` with a dense teacher."""
+  rng = np.random.default_rng(regime.seed)
+  student = _token_batch(regime, rng)
+  return Case(
+      prediction=_logits(regime, rng),
+      batch=batches.DiffusionDistillationBatch(
+          student_batch=student,
+          teacher=batches.DenseTeacher(logits=_logits(regime, rng)),
+      ),
+      magnitude=float(student.loss_weights.sum()) * (1 + regime.scale),
+  )
+
+
+def token_part(batch: Any) -> batches.DiffusionTokenBatch:
+  """The token batch of either kind of batch."""
+  if isinstance(batch, batches.DiffusionDistillationBatch):
+    return batch.student_batch
+  return batch
+
+
+def replace_tokens(batch: Any, **changes: Any) -> Any:
+  """Either kind of batch with fields of its token batch replaced."""
+  if isinstance(batch, batches.DiffusionDistillationBatch):
+    return dataclasses.replace(
+        batch,
+        student_batch=dataclasses.replace(batch.student_batch, **changes),
+    )
+  return dataclasses.replace(batch, **changes)
+
+
+def poison_tokens(case: Case, token_id: int, value: float) -> Case:
+  """Fills every position of weight 0: ids, logits, and the teacher's logits."""
+  tokens = token_part(case.batch)
+  is_inactive = np.asarray(tokens.loss_weights) == 0
+
+  def fill(rows: np.ndarray) -> np.ndarray:
+    return np.where(is_inactive[..., None], rows.dtype.type(value), rows)
+
+  batch = replace_tokens(
+      case.batch,
+      target_ids=np.where(is_inactive, np.int32(token_id), tokens.target_ids),
+  )
+  if isinstance(batch, batches.DiffusionDistillationBatch):
+    batch = dataclasses.replace(
+        batch, teacher=jax.tree.map(fill, batch.teacher)
+    )
+  return dataclasses.replace(
+      case, prediction=fill(case.prediction), batch=batch
+  )
