@@ -298,16 +298,19 @@ def batch_denominator(
   position.
   """
   unit = denominator_unit(batch, unit)
+  weights, is_active = position_weights(batch, dtype)
   if unit == "weights":
-    weights, is_active = position_weights(batch, dtype)
     return numerics.masked_sum(weights, is_active)
   if unit == "masked":
-    _, is_active = position_weights(batch, dtype)
-    return numerics.count(is_active, dtype)
-  is_supervised = jnp.asarray(batch.is_supervised)
-  if unit == "sequences":
-    is_supervised = jnp.any(is_supervised, axis=1)
-  return numerics.count(is_supervised, dtype)
+    is_counted = is_active
+  else:
+    is_counted = jnp.asarray(batch.is_supervised)
+    if unit == "sequences":
+      is_counted = jnp.any(is_counted, axis=1)
+  # A count of 0 must not turn refused weights into a mean of 0.
+  return numerics.poison(
+      numerics.count(is_counted, dtype), ~jnp.any(jnp.isnan(weights))
+  )
 
 
 # Value checks. Each says at which positions `[batch, length]` the named arrays

@@ -1,0 +1,296 @@
+"""The laws have teeth: every planted bug is named, at each of 20 seeds.
+
+And they have no prejudice: correct losses of unusual form pass all of them.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import diffusion_objectives as do
+from diffusion_objectives.testing import laws
+from diffusion_objectives.testing import strategies
+from tests.objectives import cross_entropy_test
+from tests.objectives import distillation_test
+
+SEEDS = range(20)
+
+
+def metric(total, denominator):
+  return do.WeightedMetric(
+      unreduced_sum=total.astype(jnp.float32),
+      denominator=denominator.astype(jnp.float32),
+  )
+
+
+def output(total, denominator, **aux_metrics):
+  return do.LossOutput(
+      primary_loss=metric(total, denominator), aux_metrics=aux_metrics
+  )
+
+
+def by_weights(batch):
+  """The batch's default denominator, written out."""
+  weights = valid_weights(batch)
+  if batch.is_supervised is None:
+    return jnp.sum(weights)
+  count = jnp.sum(batch.is_supervised, dtype=jnp.float32)
+  return jnp.where(jnp.any(jnp.isnan(weights)), jnp.nan, count)
+
+
+def valid_weights(batch):
+  weights = jnp.asarray(batch.loss_weights)
+  is_valid = (weights >= 0) & jnp.isfinite(weights)
+  if batch.is_supervised is not None:
+    is_valid &= (weights == 0) | jnp.asarray(batch.is_supervised)
+  return jnp.where(is_valid, weights, jnp.nan)
+
+
+def safe(logits, batch):
+  """Weights, activity, cleaned logits and ids, and the ids' validity."""
+  weights = valid_weights(batch)
+  active = weights != 0
+  z = jnp.where(active[..., None], logits.astype(jnp.float32), 0)
+  ids = jnp.where(active, batch.target_ids, 0)
+  is_valid = (ids >= 0) & (ids < z.shape[-1])
+  return weights, active, z, jnp.where(is_valid, ids, 0), is_valid
+
+
+def token_losses(z, ids):
+  rows = jax.nn.log_softmax(z)
+  return -jnp.take_along_axis(rows, ids[..., None], axis=-1)[..., 0]
+
+
+def total_of(logits, batch, transform=lambda losses: losses):
+  weights, active, z, ids, is_valid = safe(logits, batch)
+  losses = jnp.where(is_valid, transform(token_losses(z, ids)), jnp.nan)
+  return jnp.sum(jnp.where(active, weights * losses, 0))
+
+
+def correct(logits, batch):
+  return output(total_of(logits, batch), by_weights(batch))
+
+
+# Planted bugs of the cross entropy.
+
+
+def denominator_by_count(logits, batch):
+  return output(total_of(logits, batch), jnp.sum(batch.loss_weights > 0))
+
+
+def denominator_clamped_to_1(logits, batch):
+  return output(total_of(logits, batch), jnp.maximum(by_weights(batch), 1))
+
+
+def epsilon_added(logits, batch):
+  return output(total_of(logits, batch), by_weights(batch) + 1e-8)
+
+
+def mask_by_multiplication(logits, batch):
+  losses = token_losses(logits.astype(jnp.float32), batch.target_ids)
+  return output(jnp.sum(losses * valid_weights(batch)), by_weights(batch))
+
+
+def where_only_after(logits, batch):
+  weights = valid_weights(batch)
+  losses = token_losses(logits.astype(jnp.float32), batch.target_ids)
+  total = jnp.sum(jnp.where(weights != 0, losses * weights, 0))
+  return output(total, by_weights(batch))
+
+
+def mean_returned_as_sum(logits, batch):
+  denominator = by_weights(batch)
+  total = total_of(logits, batch)
+  mean = jnp.where(denominator == 0, 0, total) / jnp.where(
+      denominator == 0, 1, denominator
+  )
+  return output(mean, denominator)
+
+
+def bfloat16_accumulation(logits, batch):
+  weights, active, z, ids, is_valid = safe(logits, batch)
+  losses = jnp.where(is_valid, token_losses(z, ids), jnp.nan)
+  terms = jnp.where(active, weights * losses, 0).astype(jnp.bfloat16)
+  return output(jnp.sum(terms), by_weights(batch))
+
+
+def shifted_by_one(logits, batch):
+  return correct(jnp.roll(logits, 1, axis=1), batch)
+
+
+def ids_wrapped(logits, batch):
+  weights, active, z, _, _ = safe(logits, batch)
+  ids = jnp.where(active, batch.target_ids, 0) % z.shape[-1]
+  total = jnp.sum(jnp.where(active, weights * token_losses(z, ids), 0))
+  return output(total, by_weights(batch))
+
+
+def metrics_averaged(logits, batch):
+  _, active, z, ids, _ = safe(logits, batch)
+  hits = jnp.sum((jnp.argmax(z, axis=-1) == ids) & active)
+  accuracy = hits / jnp.maximum(jnp.sum(active), 1)
+  return output(
+      total_of(logits, batch),
+      by_weights(batch),
+      accuracy=metric(accuracy, jnp.float32(1)),
+  )
+
+
+# Planted bugs of the divergence.
+
+
+def kl_total(logits, batch, temperature=2.0, reverse=False, stop=True):
+  weights, active, z, _, _ = safe(logits, batch.student_batch)
+  y = jnp.where(active[..., None], batch.teacher.logits, 0)
+  y = jax.lax.stop_gradient(y) if stop else y
+  log_q = jax.nn.log_softmax(z / temperature)
+  log_p = jax.nn.log_softmax(y / temperature)
+  if reverse:
+    log_p, log_q = log_q, log_p
+  divergence = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+  total = jnp.sum(jnp.where(active, weights * divergence, 0))
+  return temperature**2 * total
+
+
+def correct_kl(logits, batch):
+  return output(kl_total(logits, batch), by_weights(batch.student_batch))
+
+
+def temperature_squared_twice(logits, batch):
+  return output(4 * kl_total(logits, batch), by_weights(batch.student_batch))
+
+
+def gradient_into_the_teacher(logits, batch):
+  total = kl_total(logits, batch, stop=False)
+  return output(total, by_weights(batch.student_batch))
+
+
+def kl_reversed(logits, batch):
+  total = kl_total(logits, batch, reverse=True)
+  return output(total, by_weights(batch.student_batch))
+
+
+CROSS_ENTROPY = dict(oracle=cross_entropy_test.oracle)
+DIVERGENCE = dict(
+    oracle=functools.partial(distillation_test.kl_oracle, temperature=2.0),
+    build=strategies.distillation_case,
+    uses_targets=False,
+)
+
+BUGS = [
+    (denominator_by_count, CROSS_ENTROPY, {"equals_oracle"}),
+    (
+        denominator_clamped_to_1,
+        CROSS_ENTROPY,
+        {"equals_oracle", "is_additive", "weights_scale_the_sum"},
+    ),
+    (epsilon_added, CROSS_ENTROPY, {"equals_oracle", "weights_scale_the_sum"}),
+    (mask_by_multiplication, CROSS_ENTROPY, {"inactive_positions_are_inert"}),
+    (where_only_after, CROSS_ENTROPY, {"inactive_positions_are_inert"}),
+    (mean_returned_as_sum, CROSS_ENTROPY, {"equals_oracle"}),
+    (bfloat16_accumulation, CROSS_ENTROPY, {"equals_oracle"}),
+    (shifted_by_one, CROSS_ENTROPY, {"equals_oracle"}),
+    (ids_wrapped, CROSS_ENTROPY, {"refused_values_are_nan"}),
+    (metrics_averaged, CROSS_ENTROPY, {"is_additive"}),
+    (temperature_squared_twice, DIVERGENCE, {"equals_oracle"}),
+    (gradient_into_the_teacher, DIVERGENCE, {"teacher_is_constant"}),
+    (kl_reversed, DIVERGENCE, {"equals_oracle"}),
+]
+
+
+@pytest.mark.parametrize(
+    "bug, subject, names", BUGS, ids=[bug.__name__ for bug, _, _ in BUGS]
+)
+def test_a_planted_bug_is_named_at_every_seed(bug, subject, names):
+  found = laws.violations(bug, seeds=SEEDS, **subject)
+  caught = [next(iter(broken), "none") for broken in found]
+  print(f"{bug.__name__}: {dict((n, caught.count(n)) for n in set(caught))}")
+  assert set(caught) <= names
+
+
+# Correct losses of unusual form.
+
+
+def hand_written_log_softmax(logits, batch):
+  weights, active, z, ids, is_valid = safe(logits, batch)
+  top = jax.lax.stop_gradient(z.max(axis=-1))
+  log_sum = top + jnp.log(jnp.exp(z - top[..., None]).sum(axis=-1))
+  onehot = jax.nn.one_hot(ids, z.shape[-1], dtype=z.dtype)
+  losses = log_sum - jnp.sum(z * onehot, axis=-1)
+  losses = losses * jnp.where(is_valid, jnp.float32(1), jnp.float32(jnp.nan))
+  return output(
+      jnp.sum(jnp.where(active, weights * losses, 0)), by_weights(batch)
+  )
+
+
+@jax.custom_vjp
+def nll_with_custom_derivative(z, ids):
+  return token_losses(z, ids)
+
+
+def _nll_forward(z, ids):
+  return token_losses(z, ids), (z, ids)
+
+
+def _nll_backward(saved, cotangent):
+  z, ids = saved
+  onehot = jax.nn.one_hot(ids, z.shape[-1], dtype=z.dtype)
+  gradient = cotangent[..., None] * (jax.nn.softmax(z) - onehot)
+  return gradient, np.zeros(ids.shape, jax.dtypes.float0)
+
+
+nll_with_custom_derivative.defvjp(_nll_forward, _nll_backward)
+
+
+def custom_derivative(logits, batch):
+  weights, active, z, ids, is_valid = safe(logits, batch)
+  losses = nll_with_custom_derivative(z, ids)
+  losses = jnp.where(is_valid, losses, jnp.nan)
+  return output(
+      jnp.sum(jnp.where(active, weights * losses, 0)), by_weights(batch)
+  )
+
+
+def chunked_sum(logits, batch):
+  weights, active, z, ids, is_valid = safe(logits, batch)
+
+  def add(total, column):
+    w, a, row, i, v = column
+    losses = jnp.where(v, token_losses(row, i), jnp.nan)
+    return total + jnp.sum(jnp.where(a, w * losses, 0)), None
+
+  columns = jax.tree.map(
+      lambda x: jnp.moveaxis(x, 1, 0), (weights, active, z, ids, is_valid)
+  )
+  total, _ = jax.lax.scan(add, jnp.float32(0), columns)
+  return output(total, by_weights(batch))
+
+
+def divided_by_rows(logits, batch):
+  rows = jnp.sum(jnp.ones_like(batch.loss_weights[:, 0]))
+  return output(total_of(logits, batch), rows)
+
+
+def divided_by_rows_oracle(logits, batch):
+  total, _ = cross_entropy_test.oracle(logits, batch)
+  return total, float(len(batch.target_ids))
+
+
+UNUSUAL = [
+    (correct, CROSS_ENTROPY),
+    (hand_written_log_softmax, CROSS_ENTROPY),
+    (custom_derivative, CROSS_ENTROPY),
+    (chunked_sum, CROSS_ENTROPY),
+    (divided_by_rows, dict(oracle=divided_by_rows_oracle)),
+    (correct_kl, DIVERGENCE),
+]
+
+
+@pytest.mark.parametrize(
+    "loss, subject", UNUSUAL, ids=[loss.__name__ for loss, _ in UNUSUAL]
+)
+def test_a_correct_loss_of_unusual_form_passes(loss, subject):
+  assert laws.violations(loss, seeds=(0,), **subject) == [{}]
