@@ -61,25 +61,25 @@ class DiffusionTokenBatch:
     ids = self.target_ids
     checks.array("target_ids", ids, dtype="integer", axes=axes)
     checks.array(
-        "loss_weights",
-        self.loss_weights,
-        dtype="real numeric or boolean",
-        axes=axes,
+      "loss_weights",
+      self.loss_weights,
+      dtype="real numeric or boolean",
+      axes=axes,
     )
     checks.same_shape(
-        "loss_weights", self.loss_weights, "target_ids", ids, axes=2
+      "loss_weights", self.loss_weights, "target_ids", ids, axes=2
     )
     if self.is_supervised is not None:
       checks.array(
-          "is_supervised", self.is_supervised, dtype="boolean", axes=axes
+        "is_supervised", self.is_supervised, dtype="boolean", axes=axes
       )
       checks.same_shape(
-          "is_supervised", self.is_supervised, "target_ids", ids, axes=2
+        "is_supervised", self.is_supervised, "target_ids", ids, axes=2
       )
     checks.batch_major("model_inputs", self.model_inputs, batch=ids.shape[0])
 
   def check_values(
-      self, vocabulary_size: int | None = None, *, check_targets: bool = True
+    self, vocabulary_size: int | None = None, *, check_targets: bool = True
   ) -> None:
     """Refuses values that no loss can be right on.
 
@@ -153,19 +153,19 @@ class DiffusionDistillationBatch:
     checks.instance("student_batch", self.student_batch, DiffusionTokenBatch)
     checks.instance("teacher", self.teacher, DenseTeacher)
     checks.same_shape(
-        "teacher logits",
-        self.teacher.logits,
-        "target_ids",
-        self.student_batch.target_ids,
-        axes=2,
+      "teacher logits",
+      self.teacher.logits,
+      "target_ids",
+      self.student_batch.target_ids,
+      axes=2,
     )
 
   def check_values(
-      self,
-      vocabulary_size: int | None = None,
-      *,
-      check_targets: bool = True,
-      check_teacher: bool = True,
+    self,
+    vocabulary_size: int | None = None,
+    *,
+    check_targets: bool = True,
+    check_teacher: bool = True,
   ) -> None:
     """Refuses values that no loss can be right on.
 
@@ -184,9 +184,9 @@ class DiffusionDistillationBatch:
       logits = self.teacher.logits
       if vocabulary_size not in (None, logits.shape[-1]):
         raise checks.fail(
-            ValueError,
-            "teacher and student must have one vocabulary",
-            f"teacher {logits.shape[-1]} and student {vocabulary_size}",
+          ValueError,
+          "teacher and student must have one vocabulary",
+          f"teacher {logits.shape[-1]} and student {vocabulary_size}",
         )
       values["teacher"] = logits
     _check_values(values)
@@ -219,26 +219,26 @@ def shift_right(logits: jax.Array) -> jax.Array:
 
 
 def check_logits(
-    name: str, logits: Any, batch: DiffusionTokenBatch | None = None
+  name: str, logits: Any, batch: DiffusionTokenBatch | None = None
 ) -> None:
   """Checks logits' rank, dtype and vocabulary, and their fit to a batch."""
   checks.array(
-      name,
-      logits,
-      dtype="floating-point",
-      axes=("batch", "length", "vocabulary"),
+    name,
+    logits,
+    dtype="floating-point",
+    axes=("batch", "length", "vocabulary"),
   )
   if logits.shape[-1] == 0:
     raise checks.fail(
-        ValueError, f"{name} must have a non-empty vocabulary", logits.shape
+      ValueError, f"{name} must have a non-empty vocabulary", logits.shape
     )
   if batch is not None and tuple(logits.shape[:2]) != tuple(
-      batch.target_ids.shape
+    batch.target_ids.shape
   ):
     raise checks.fail(
-        ValueError,
-        f"{name} must align with target_ids, shape [batch, length]",
-        f"{tuple(logits.shape)} and {tuple(batch.target_ids.shape)}",
+      ValueError,
+      f"{name} must align with target_ids, shape [batch, length]",
+      f"{tuple(logits.shape)} and {tuple(batch.target_ids.shape)}",
     )
 
 
@@ -259,9 +259,9 @@ def denominator_unit(batch: DiffusionTokenBatch, unit: str | None) -> str:
     return "weights" if batch.is_supervised is None else "tokens"
   if unit in ("tokens", "sequences") and batch.is_supervised is None:
     raise checks.fail(
-        ValueError,
-        f"denominator {unit!r} must have a batch with is_supervised",
-        "is_supervised=None",
+      ValueError,
+      f"denominator {unit!r} must have a batch with is_supervised",
+      "is_supervised=None",
     )
   return unit
 
@@ -270,12 +270,12 @@ def check_unit(unit: str | None) -> None:
   """Checks the name of a denominator's unit."""
   if unit is not None and unit not in UNITS:
     raise checks.fail(
-        ValueError, f"denominator must be None or one of {UNITS}", repr(unit)
+      ValueError, f"denominator must be None or one of {UNITS}", repr(unit)
     )
 
 
 def position_weights(
-    batch: DiffusionTokenBatch, dtype: jnp.dtype
+  batch: DiffusionTokenBatch, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array]:
   """The loss weights in `dtype`, and where they are not 0.
 
@@ -289,7 +289,7 @@ def position_weights(
 
 
 def batch_denominator(
-    batch: DiffusionTokenBatch, unit: str | None, dtype: jnp.dtype
+  batch: DiffusionTokenBatch, unit: str | None, dtype: jnp.dtype
 ) -> jax.Array:
   """The denominator of a token loss, a scalar of `dtype`.
 
@@ -309,7 +309,7 @@ def batch_denominator(
       is_counted = jnp.any(is_counted, axis=1)
   # A count of 0 must not turn refused weights into a mean of 0.
   return numerics.poison(
-      numerics.count(is_counted, dtype), ~jnp.any(jnp.isnan(weights))
+    numerics.count(is_counted, dtype), ~jnp.any(jnp.isnan(weights))
   )
 
 
@@ -333,42 +333,42 @@ def _bad_teacher(xp: Any, weights: Any, teacher: Any) -> Any:
   is_finite = xp.isfinite(teacher)
   is_usable = is_finite | (teacher == -xp.inf)
   return (weights != 0) & ~(
-      xp.all(is_usable, axis=-1) & xp.any(is_finite, axis=-1)
+    xp.all(is_usable, axis=-1) & xp.any(is_finite, axis=-1)
   )
 
 
 # What is bad where, the arrays that the check reads (it reports the last), and
 # what must hold.
 _VALUE_CHECKS = (
-    (
-        _bad_weights,
-        ("weights",),
-        "loss_weights must be finite and nonnegative",
-    ),
-    (
-        _bad_supervision,
-        ("is_supervised", "weights"),
-        "loss_weights must be 0 where is_supervised is False",
-    ),
-    (
-        _bad_targets,
-        ("size", "weights", "targets"),
-        "active target_ids must be nonnegative and smaller than vocabulary"
-        " size {size}",
-    ),
-    (
-        _bad_teacher,
-        ("weights", "teacher"),
-        "active teacher logits must have a finite value in each row, no NaN"
-        " and no +inf",
-    ),
+  (
+    _bad_weights,
+    ("weights",),
+    "loss_weights must be finite and nonnegative",
+  ),
+  (
+    _bad_supervision,
+    ("is_supervised", "weights"),
+    "loss_weights must be 0 where is_supervised is False",
+  ),
+  (
+    _bad_targets,
+    ("size", "weights", "targets"),
+    "active target_ids must be nonnegative and smaller than vocabulary"
+    " size {size}",
+  ),
+  (
+    _bad_teacher,
+    ("weights", "teacher"),
+    "active teacher logits must have a finite value in each row, no NaN"
+    " and no +inf",
+  ),
 )
 
 
 def _token_values(
-    batch: DiffusionTokenBatch,
-    vocabulary_size: int | None,
-    check_targets: bool,
+  batch: DiffusionTokenBatch,
+  vocabulary_size: int | None,
+  check_targets: bool,
 ) -> dict[str, Any]:
   values: dict[str, Any] = {"weights": batch.loss_weights}
   if batch.is_supervised is not None:
@@ -376,7 +376,7 @@ def _token_values(
   if check_targets:
     values["targets"] = batch.target_ids
     values["size"] = np.array(
-        np.iinfo(np.int32).max if vocabulary_size is None else vocabulary_size
+      np.iinfo(np.int32).max if vocabulary_size is None else vocabulary_size
     )
   return values
 
@@ -384,10 +384,10 @@ def _token_values(
 def _check_values(values: dict[str, Any]) -> None:
   on_device = []
   for index, (_, names, _) in enumerate(_VALUE_CHECKS):
-    arrays = [values[name] for name in names if name in values]
-    if len(arrays) < len(names) or not checks.is_concrete(*arrays):
+    read = [values[name] for name in names if name in values]
+    if len(read) < len(names) or not checks.is_concrete(*read):
       continue
-    if any(isinstance(array, jax.Array) for array in arrays):
+    if any(isinstance(array, jax.Array) for array in read):
       on_device.append(index)
     else:
       _check_on_host(index, values)
@@ -405,9 +405,9 @@ def _check_values(values: dict[str, Any]) -> None:
 @functools.partial(jax.jit, static_argnums=0)
 def _is_any_bad(indices: tuple[int, ...], arrays: dict[str, Any]) -> jax.Array:
   weights = arrays["weights"]
-  arrays["weights"] = weights.astype(
-      numerics.accumulation_dtype(weights.dtype)
-  )
+  arrays["weights"] = weights.astype(numerics.accumulation_dtype(weights.dtype))
+  if "size" in arrays:
+    arrays["size"] = arrays["size"].astype(arrays["targets"].dtype)
   flags = []
   for index in indices:
     is_bad, names, _ = _VALUE_CHECKS[index]
@@ -424,7 +424,7 @@ def _check_on_host(index: int, values: dict[str, Any]) -> None:
     position = tuple(int(i) for i in np.argwhere(bad)[0])
     received = arrays[names[-1]][position]
     raise checks.fail(
-        ValueError,
-        must.format(**arrays),
-        f"{received} at {list(position)} and {int(bad.sum()) - 1} more",
+      ValueError,
+      must.format(**arrays),
+      f"{received} at {list(position)} and {int(bad.sum()) - 1} more",
     )

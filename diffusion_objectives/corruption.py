@@ -76,8 +76,8 @@ def polynomial_mask_probability(exponent: float) -> MaskProbability:
 
 
 def elbo_weights(
-    times: jax.Array,
-    mask_probability: MaskProbability = linear_mask_probability,
+  times: jax.Array,
+  mask_probability: MaskProbability = linear_mask_probability,
 ) -> jax.Array:
   """The weight of a masked token, `-alpha'(t) / (1 - alpha(t)) = m'(t) / m(t)`.
 
@@ -100,13 +100,13 @@ def elbo_weights(
   """
   times = _floating("times", times)
   probability, slope = jax.jvp(
-      mask_probability, (times,), (jnp.ones_like(times),)
+    mask_probability, (times,), (jnp.ones_like(times),)
   )
   return slope / probability
 
 
 def stratified_times(
-    key: jax.Array, batch_size: int, *, min_time: float = 1e-3
+  key: jax.Array, batch_size: int, *, min_time: float = 1e-3
 ) -> jax.Array:
   """One time a row; each of `batch_size` equal strata holds one.
 
@@ -137,10 +137,10 @@ def stratified_times(
   stratified form.
   """
   if isinstance(batch_size, bool) or not isinstance(
-      batch_size, int | np.integer
+    batch_size, int | np.integer
   ):
     raise checks.fail(
-        TypeError, "batch_size must be an integer", checks.describe(batch_size)
+      TypeError, "batch_size must be an integer", checks.describe(batch_size)
     )
   if batch_size < 1:
     raise checks.fail(ValueError, "batch_size must be positive", batch_size)
@@ -153,12 +153,12 @@ def stratified_times(
 
 
 def mask_bernoulli(
-    key: jax.Array,
-    token_ids: jax.Array,
-    is_supervised: jax.Array,
-    mask_probability: jax.Array,
-    *,
-    mask_id: int,
+  key: jax.Array,
+  token_ids: jax.Array,
+  is_supervised: jax.Array,
+  mask_probability: jax.Array,
+  *,
+  mask_id: int,
 ) -> tuple[jax.Array, jax.Array]:
   """Hides each supervised token by itself with its row's probability.
 
@@ -192,9 +192,9 @@ def mask_bernoulli(
   probability = _floating("mask_probability", mask_probability)
   if probability.shape != ids.shape[:1]:
     raise checks.fail(
-        ValueError,
-        "mask_probability must have shape [batch]",
-        f"{probability.shape} for token_ids {ids.shape}",
+      ValueError,
+      "mask_probability must have shape [batch]",
+      f"{probability.shape} for token_ids {ids.shape}",
     )
   uniform = jax.random.uniform(key, ids.shape, probability.dtype)
   is_masked = (uniform < probability[:, None]) & supervised
@@ -202,16 +202,16 @@ def mask_bernoulli(
 
 
 def masked_diffusion_batch(
-    key: jax.Array,
-    token_ids: jax.Array,
-    is_supervised: jax.Array,
-    *,
-    mask_id: int,
-    model_inputs: Callable[[jax.Array, jax.Array], Any] = (
-        lambda noisy_ids, times: {"input_tokens": noisy_ids}
-    ),
-    mask_probability: MaskProbability = linear_mask_probability,
-    min_time: float = 1e-3,
+  key: jax.Array,
+  token_ids: jax.Array,
+  is_supervised: jax.Array,
+  *,
+  mask_id: int,
+  model_inputs: Callable[[jax.Array, jax.Array], Any] = (
+    lambda noisy_ids, times: {"input_tokens": noisy_ids}
+  ),
+  mask_probability: MaskProbability = linear_mask_probability,
+  min_time: float = 1e-3,
 ) -> batches.DiffusionTokenBatch:
   """From clean ids to a batch of the masked-diffusion bound, in one call.
 
@@ -251,27 +251,27 @@ def masked_diffusion_batch(
   time_key, mask_key = jax.random.split(key)
   times = stratified_times(time_key, ids.shape[0], min_time=min_time)
   noisy_ids, is_masked = mask_bernoulli(
-      mask_key, ids, supervised, mask_probability(times), mask_id=mask_id
+    mask_key, ids, supervised, mask_probability(times), mask_id=mask_id
   )
   weights = elbo_weights(times, mask_probability)
   return batches.DiffusionTokenBatch(
-      model_inputs=model_inputs(noisy_ids, times),
-      target_ids=ids,
-      loss_weights=jnp.where(is_masked, weights[:, None], 0),
-      is_supervised=supervised,
+    model_inputs=model_inputs(noisy_ids, times),
+    target_ids=ids,
+    loss_weights=jnp.where(is_masked, weights[:, None], 0),
+    is_supervised=supervised,
   )
 
 
 def _floating(name: str, values: Any) -> jax.Array:
   if not checks.is_array(values):
     raise checks.fail(
-        TypeError,
-        f"{name} must be a JAX/NumPy array",
-        checks.describe(values),
+      TypeError,
+      f"{name} must be a JAX/NumPy array",
+      checks.describe(values),
     )
   if not jnp.issubdtype(values.dtype, jnp.floating):
     raise checks.fail(
-        TypeError, f"{name} must have floating-point dtype", values.dtype
+      TypeError, f"{name} must have floating-point dtype", values.dtype
     )
   return jnp.asarray(values)
 
@@ -284,24 +284,24 @@ def _min_time(value: Any) -> float:
 
 
 def _check_tokens(
-    token_ids: Any, is_supervised: Any, mask_id: Any
+  token_ids: Any, is_supervised: Any, mask_id: Any
 ) -> tuple[jax.Array, jax.Array, int]:
   axes = ("batch", "length")
   checks.array("token_ids", token_ids, dtype="integer", axes=axes)
   checks.array("is_supervised", is_supervised, dtype="boolean", axes=axes)
   checks.same_shape(
-      "is_supervised", is_supervised, "token_ids", token_ids, axes=2
+    "is_supervised", is_supervised, "token_ids", token_ids, axes=2
   )
   if isinstance(mask_id, bool) or not isinstance(mask_id, int | np.integer):
     raise checks.fail(
-        TypeError, "mask_id must be an integer", checks.describe(mask_id)
+      TypeError, "mask_id must be an integer", checks.describe(mask_id)
     )
   ids = jnp.asarray(token_ids)
   bounds = jnp.iinfo(ids.dtype)
   if not max(0, bounds.min) <= mask_id <= bounds.max:
     raise checks.fail(
-        ValueError,
-        f"mask_id must be nonnegative and fit {ids.dtype}",
-        mask_id,
+      ValueError,
+      f"mask_id must be nonnegative and fit {ids.dtype}",
+      mask_id,
     )
   return ids, jnp.asarray(is_supervised), int(mask_id)

@@ -4,7 +4,8 @@ A trainer differentiates the sum, adds sums and denominators over
 micro-batches and devices, and divides once.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +47,7 @@ class WeightedMetric:
     """`unreduced_sum / denominator`; 0 with zero gradient where that is 0."""
     is_empty = self.denominator == 0
     ratio = jnp.where(is_empty, 0, self.unreduced_sum) / jnp.where(
-        is_empty, 1, self.denominator
+      is_empty, 1, self.denominator
     )
     return jnp.where(is_empty, 0, ratio)
 
@@ -104,15 +105,15 @@ def merge(outputs: Sequence[LossOutput]) -> LossOutput:
   for output in outputs[1:]:
     if sorted(output.aux_metrics) != names:
       raise checks.fail(
-          ValueError,
-          "outputs must have the same aux_metrics",
-          f"{names} and {sorted(output.aux_metrics)}",
+        ValueError,
+        "outputs must have the same aux_metrics",
+        f"{names} and {sorted(output.aux_metrics)}",
       )
   return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *outputs)
 
 
 def combine(
-    outputs: Sequence[LossOutput], coefficients: Sequence[float]
+  outputs: Sequence[LossOutput], coefficients: Sequence[float]
 ) -> LossOutput:
   """`sum_i c_i loss_i` for terms that share one denominator.
 
@@ -147,16 +148,16 @@ def combine(
   outputs, coefficients = list(outputs), list(coefficients)
   if not outputs or len(outputs) != len(coefficients):
     raise checks.fail(
-        ValueError,
-        "outputs and coefficients must have one equal, positive length",
-        f"{len(outputs)} and {len(coefficients)}",
+      ValueError,
+      "outputs and coefficients must have one equal, positive length",
+      f"{len(outputs)} and {len(coefficients)}",
     )
   aux_metrics: dict[str, WeightedMetric] = {}
   for output in outputs:
     for name, metric in output.aux_metrics.items():
       if name in aux_metrics:
         raise checks.fail(
-            ValueError, "terms must not share a metric name", repr(name)
+          ValueError, "terms must not share a metric name", repr(name)
         )
       aux_metrics[name] = metric
   shared = outputs[0].primary_loss.denominator
@@ -165,19 +166,19 @@ def combine(
     scale = checks.finite_real("coefficient", coefficient)
     term = output.primary_loss
     is_shared = (term.denominator == shared) | (
-        jnp.isnan(term.denominator) & jnp.isnan(shared)
+      jnp.isnan(term.denominator) & jnp.isnan(shared)
     )
     if checks.is_concrete(is_shared) and not is_shared:
       raise checks.fail(
-          ValueError,
-          "terms must share one denominator (give them one unit, or"
-          " accumulate each term by itself and add the ratios)",
-          f"{shared} and {term.denominator}",
+        ValueError,
+        "terms must share one denominator (give them one unit, or"
+        " accumulate each term by itself and add the ratios)",
+        f"{shared} and {term.denominator}",
       )
     if scale:
       total = total + scale * term.unreduced_sum
     total = jnp.where(is_shared, total, jnp.nan)
   return LossOutput(
-      primary_loss=WeightedMetric(unreduced_sum=total, denominator=shared),
-      aux_metrics=aux_metrics,
+    primary_loss=WeightedMetric(unreduced_sum=total, denominator=shared),
+    aux_metrics=aux_metrics,
   )

@@ -19,8 +19,9 @@ def nll(logits, ids):
 
 
 def forward_kl(teacher, student, temperature=1.0):
-  log_p, log_q = log_softmax(teacher, temperature), log_softmax(
-      student, temperature
+  log_p, log_q = (
+    log_softmax(teacher, temperature),
+    log_softmax(student, temperature),
   )
   p = np.exp(log_p)
   with np.errstate(invalid="ignore"):
@@ -31,7 +32,8 @@ def forward_kl(teacher, student, temperature=1.0):
 def weighted(values, weights):
   """`sum w v`, reading no value of weight 0."""
   weights = np.asarray(weights, np.float64)
-  return float(sum(w * v for w, v in zip(weights.flat, values.flat) if w))
+  pairs = zip(weights.flat, values.flat, strict=True)
+  return float(sum(w * v for w, v in pairs if w))
 
 
 def denominator(batch, unit=None):
@@ -43,5 +45,5 @@ def denominator(batch, unit=None):
     return float((np.asarray(batch.loss_weights) > 0).sum())
   supervised = np.asarray(batch.is_supervised)
   return float(
-      (supervised.any(axis=1) if unit == "sequences" else supervised).sum()
+    (supervised.any(axis=1) if unit == "sequences" else supervised).sum()
   )

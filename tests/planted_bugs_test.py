@@ -21,14 +21,14 @@ SEEDS = range(20)
 
 def metric(total, denominator):
   return do.WeightedMetric(
-      unreduced_sum=total.astype(jnp.float32),
-      denominator=denominator.astype(jnp.float32),
+    unreduced_sum=total.astype(jnp.float32),
+    denominator=denominator.astype(jnp.float32),
   )
 
 
 def output(total, denominator, **aux_metrics):
   return do.LossOutput(
-      primary_loss=metric(total, denominator), aux_metrics=aux_metrics
+    primary_loss=metric(total, denominator), aux_metrics=aux_metrics
   )
 
 
@@ -105,7 +105,7 @@ def mean_returned_as_sum(logits, batch):
   denominator = by_weights(batch)
   total = total_of(logits, batch)
   mean = jnp.where(denominator == 0, 0, total) / jnp.where(
-      denominator == 0, 1, denominator
+    denominator == 0, 1, denominator
   )
   return output(mean, denominator)
 
@@ -133,9 +133,9 @@ def metrics_averaged(logits, batch):
   hits = jnp.sum((jnp.argmax(z, axis=-1) == ids) & active)
   accuracy = hits / jnp.maximum(jnp.sum(active), 1)
   return output(
-      total_of(logits, batch),
-      by_weights(batch),
-      accuracy=metric(accuracy, jnp.float32(1)),
+    total_of(logits, batch),
+    by_weights(batch),
+    accuracy=metric(accuracy, jnp.float32(1)),
   )
 
 
@@ -175,39 +175,40 @@ def kl_reversed(logits, batch):
 
 CROSS_ENTROPY = dict(oracle=cross_entropy_test.oracle)
 DIVERGENCE = dict(
-    oracle=functools.partial(distillation_test.kl_oracle, temperature=2.0),
-    build=strategies.distillation_case,
-    uses_targets=False,
+  oracle=functools.partial(distillation_test.kl_oracle, temperature=2.0),
+  build=strategies.distillation_case,
+  uses_targets=False,
 )
 
 BUGS = [
-    (denominator_by_count, CROSS_ENTROPY, {"equals_oracle"}),
-    (
-        denominator_clamped_to_1,
-        CROSS_ENTROPY,
-        {"equals_oracle", "is_additive", "weights_scale_the_sum"},
-    ),
-    (epsilon_added, CROSS_ENTROPY, {"equals_oracle", "weights_scale_the_sum"}),
-    (mask_by_multiplication, CROSS_ENTROPY, {"inactive_positions_are_inert"}),
-    (where_only_after, CROSS_ENTROPY, {"inactive_positions_are_inert"}),
-    (mean_returned_as_sum, CROSS_ENTROPY, {"equals_oracle"}),
-    (bfloat16_accumulation, CROSS_ENTROPY, {"equals_oracle"}),
-    (shifted_by_one, CROSS_ENTROPY, {"equals_oracle"}),
-    (ids_wrapped, CROSS_ENTROPY, {"refused_values_are_nan"}),
-    (metrics_averaged, CROSS_ENTROPY, {"is_additive"}),
-    (temperature_squared_twice, DIVERGENCE, {"equals_oracle"}),
-    (gradient_into_the_teacher, DIVERGENCE, {"teacher_is_constant"}),
-    (kl_reversed, DIVERGENCE, {"equals_oracle"}),
+  (denominator_by_count, CROSS_ENTROPY, {"equals_oracle"}),
+  (
+    denominator_clamped_to_1,
+    CROSS_ENTROPY,
+    {"equals_oracle", "is_additive", "weights_scale_the_sum"},
+  ),
+  (epsilon_added, CROSS_ENTROPY, {"equals_oracle", "weights_scale_the_sum"}),
+  (mask_by_multiplication, CROSS_ENTROPY, {"inactive_positions_are_inert"}),
+  (where_only_after, CROSS_ENTROPY, {"inactive_positions_are_inert"}),
+  (mean_returned_as_sum, CROSS_ENTROPY, {"equals_oracle"}),
+  (bfloat16_accumulation, CROSS_ENTROPY, {"equals_oracle"}),
+  (shifted_by_one, CROSS_ENTROPY, {"equals_oracle"}),
+  (ids_wrapped, CROSS_ENTROPY, {"refused_values_are_nan"}),
+  (metrics_averaged, CROSS_ENTROPY, {"is_additive"}),
+  (temperature_squared_twice, DIVERGENCE, {"equals_oracle"}),
+  (gradient_into_the_teacher, DIVERGENCE, {"teacher_is_constant"}),
+  (kl_reversed, DIVERGENCE, {"equals_oracle"}),
 ]
 
 
 @pytest.mark.parametrize(
-    "bug, subject, names", BUGS, ids=[bug.__name__ for bug, _, _ in BUGS]
+  ("bug", "subject", "names"), BUGS, ids=[bug.__name__ for bug, _, _ in BUGS]
 )
 def test_a_planted_bug_is_named_at_every_seed(bug, subject, names):
   found = laws.violations(bug, seeds=SEEDS, **subject)
   caught = [next(iter(broken), "none") for broken in found]
-  print(f"{bug.__name__}: {dict((n, caught.count(n)) for n in set(caught))}")
+  counts = {name: caught.count(name) for name in sorted(set(caught))}
+  print(f"{bug.__name__}: {counts}")
   assert set(caught) <= names
 
 
@@ -222,7 +223,7 @@ def hand_written_log_softmax(logits, batch):
   losses = log_sum - jnp.sum(z * onehot, axis=-1)
   losses = losses * jnp.where(is_valid, jnp.float32(1), jnp.float32(jnp.nan))
   return output(
-      jnp.sum(jnp.where(active, weights * losses, 0)), by_weights(batch)
+    jnp.sum(jnp.where(active, weights * losses, 0)), by_weights(batch)
   )
 
 
@@ -250,7 +251,7 @@ def custom_derivative(logits, batch):
   losses = nll_with_custom_derivative(z, ids)
   losses = jnp.where(is_valid, losses, jnp.nan)
   return output(
-      jnp.sum(jnp.where(active, weights * losses, 0)), by_weights(batch)
+    jnp.sum(jnp.where(active, weights * losses, 0)), by_weights(batch)
   )
 
 
@@ -263,7 +264,7 @@ def chunked_sum(logits, batch):
     return total + jnp.sum(jnp.where(a, w * losses, 0)), None
 
   columns = jax.tree.map(
-      lambda x: jnp.moveaxis(x, 1, 0), (weights, active, z, ids, is_valid)
+    lambda x: jnp.moveaxis(x, 1, 0), (weights, active, z, ids, is_valid)
   )
   total, _ = jax.lax.scan(add, jnp.float32(0), columns)
   return output(total, by_weights(batch))
@@ -280,17 +281,17 @@ def divided_by_rows_oracle(logits, batch):
 
 
 UNUSUAL = [
-    (correct, CROSS_ENTROPY),
-    (hand_written_log_softmax, CROSS_ENTROPY),
-    (custom_derivative, CROSS_ENTROPY),
-    (chunked_sum, CROSS_ENTROPY),
-    (divided_by_rows, dict(oracle=divided_by_rows_oracle)),
-    (correct_kl, DIVERGENCE),
+  (correct, CROSS_ENTROPY),
+  (hand_written_log_softmax, CROSS_ENTROPY),
+  (custom_derivative, CROSS_ENTROPY),
+  (chunked_sum, CROSS_ENTROPY),
+  (divided_by_rows, dict(oracle=divided_by_rows_oracle)),
+  (correct_kl, DIVERGENCE),
 ]
 
 
 @pytest.mark.parametrize(
-    "loss, subject", UNUSUAL, ids=[loss.__name__ for loss, _ in UNUSUAL]
+  ("loss", "subject"), UNUSUAL, ids=[loss.__name__ for loss, _ in UNUSUAL]
 )
 def test_a_correct_loss_of_unusual_form_passes(loss, subject):
   assert laws.violations(loss, seeds=(0,), **subject) == [{}]

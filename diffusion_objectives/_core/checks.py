@@ -5,9 +5,9 @@ type, dtype and shape alone, so it says the same for a NumPy array, a device
 array, a tracer and a `jax.ShapeDtypeStruct`, symbolic dimensions included.
 """
 
+from collections.abc import Mapping
 import math
 import numbers
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,9 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def fail(
-    kind: type[Exception], must: str, received: object
-) -> Exception:
+def fail(kind: type[Exception], must: str, received: object) -> Exception:
   """Returns an exception in the library's one message form."""
   return kind(f"{must}; received {received}")
 
@@ -37,28 +35,28 @@ def is_array(value: object) -> bool:
 def is_concrete(*values: object) -> bool:
   """Whether this process can read every value."""
   return all(
-      isinstance(value, np.ndarray | np.generic | bool | int | float)
-      or (
-          isinstance(value, jax.Array)
-          and not isinstance(value, jax.core.Tracer)
-          and value.is_fully_addressable
-      )
-      for value in values
+    isinstance(value, np.ndarray | np.generic | bool | int | float)
+    or (
+      isinstance(value, jax.Array)
+      and not isinstance(value, jax.core.Tracer)
+      and value.is_fully_addressable
+    )
+    for value in values
   )
 
 
 def _is_real_dtype(dtype: Any) -> bool:
   return any(
-      jnp.issubdtype(dtype, kind)
-      for kind in (jnp.bool_, jnp.integer, jnp.floating)
+    jnp.issubdtype(dtype, kind)
+    for kind in (jnp.bool_, jnp.integer, jnp.floating)
   )
 
 
 _DTYPES = {
-    "integer": lambda dtype: jnp.issubdtype(dtype, jnp.integer),
-    "floating-point": lambda dtype: jnp.issubdtype(dtype, jnp.floating),
-    "boolean": lambda dtype: jnp.issubdtype(dtype, jnp.bool_),
-    "real numeric or boolean": _is_real_dtype,
+  "integer": lambda dtype: jnp.issubdtype(dtype, jnp.integer),
+  "floating-point": lambda dtype: jnp.issubdtype(dtype, jnp.floating),
+  "boolean": lambda dtype: jnp.issubdtype(dtype, jnp.bool_),
+  "real numeric or boolean": _is_real_dtype,
 }
 
 
@@ -78,31 +76,27 @@ def array(name: str, value: Any, *, dtype: str, axes: tuple[str, ...]) -> None:
   """
   if not is_array(value):
     raise fail(
-        TypeError,
-        f"{name} must be a JAX/NumPy array or ShapeDtypeStruct",
-        describe(value),
+      TypeError,
+      f"{name} must be a JAX/NumPy array or ShapeDtypeStruct",
+      describe(value),
     )
   if len(value.shape) != len(axes):
     wanted = f"shape [{', '.join(axes)}]" if axes else "a scalar shape ()"
-    raise fail(
-        ValueError, f"{name} must have {wanted}", describe(value)
-    )
+    raise fail(ValueError, f"{name} must have {wanted}", describe(value))
   if not _DTYPES[dtype](value.dtype):
-    raise fail(
-        TypeError, f"{name} must have {dtype} dtype", value.dtype
-    )
+    raise fail(TypeError, f"{name} must have {dtype} dtype", value.dtype)
 
 
 def same_shape(
-    name: str, value: Any, other_name: str, other: Any, *, axes: int
+  name: str, value: Any, other_name: str, other: Any, *, axes: int
 ) -> None:
   """Checks that two arrays agree in their first `axes` axes."""
   if tuple(value.shape[:axes]) != tuple(other.shape[:axes]):
     raise fail(
-        ValueError,
-        f"{name} must match {other_name} shape"
-        + ("" if axes == len(value.shape) else f" in its first {axes} axes"),
-        f"{tuple(value.shape)} and {tuple(other.shape)}",
+      ValueError,
+      f"{name} must match {other_name} shape"
+      + ("" if axes == len(value.shape) else f" in its first {axes} axes"),
+      f"{tuple(value.shape)} and {tuple(other.shape)}",
     )
 
 
@@ -116,36 +110,36 @@ def batch_major(name: str, tree: Any, *, batch: Any) -> None:
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   if not leaves:
     raise fail(
-        ValueError, f"{name} must hold at least one array", describe(tree)
+      ValueError, f"{name} must hold at least one array", describe(tree)
     )
   for path, leaf in leaves:
     label = name + jax.tree_util.keystr(path)
     if not is_array(leaf):
       raise fail(
-          TypeError,
-          f"{label} must be a JAX/NumPy array or ShapeDtypeStruct",
-          describe(leaf),
+        TypeError,
+        f"{label} must be a JAX/NumPy array or ShapeDtypeStruct",
+        describe(leaf),
       )
     if not leaf.shape:
       raise fail(
-          ValueError, f"{label} must be batch-major, not scalar", "shape ()"
+        ValueError, f"{label} must be batch-major, not scalar", "shape ()"
       )
     if leaf.shape[0] != batch:
       raise fail(
-          ValueError,
-          f"{label} must share the first axis of target_ids",
-          f"batch size {leaf.shape[0]}; expected {batch}",
+        ValueError,
+        f"{label} must share the first axis of target_ids",
+        f"batch size {leaf.shape[0]}; expected {batch}",
       )
     if not _is_real_dtype(leaf.dtype):
       raise fail(
-          TypeError,
-          f"{label} must have real numeric or boolean dtype",
-          leaf.dtype,
+        TypeError,
+        f"{label} must have real numeric or boolean dtype",
+        leaf.dtype,
       )
 
 
 def finite_real(
-    name: str, value: Any, *, positive: bool = False, nonnegative: bool = False
+  name: str, value: Any, *, positive: bool = False, nonnegative: bool = False
 ) -> float:
   """Checks a static hyper-parameter and returns it as a Python float.
 
@@ -155,7 +149,7 @@ def finite_real(
   """
   if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
     raise fail(
-        TypeError, f"{name} must be a finite real scalar", describe(value)
+      TypeError, f"{name} must be a finite real scalar", describe(value)
     )
   number = float(value)
   if not math.isfinite(number):
@@ -177,9 +171,7 @@ def boolean(name: str, value: Any) -> bool:
 def instance(name: str, value: Any, kind: type) -> None:
   """Checks a value's class."""
   if not isinstance(value, kind):
-    raise fail(
-        TypeError, f"{name} must be a {kind.__name__}", describe(value)
-    )
+    raise fail(TypeError, f"{name} must be a {kind.__name__}", describe(value))
 
 
 def mapping(name: str, value: Any, kind: type) -> None:
@@ -188,7 +180,5 @@ def mapping(name: str, value: Any, kind: type) -> None:
     raise fail(TypeError, f"{name} must be a mapping", describe(value))
   for key, item in value.items():
     if not isinstance(key, str):
-      raise fail(
-          TypeError, f"{name} must have string keys", describe(key)
-      )
+      raise fail(TypeError, f"{name} must have string keys", describe(key))
     instance(f"{name}[{key!r}]", item, kind)

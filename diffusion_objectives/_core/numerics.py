@@ -22,7 +22,7 @@ def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
 
 
 def clean_rows(
-    rows: jax.typing.ArrayLike, active: jax.Array, dtype: jnp.dtype
+  rows: jax.typing.ArrayLike, active: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
   """Rows of the last axis in `dtype`, with inactive rows replaced by zeros."""
   return jnp.where(active[..., None], jnp.asarray(rows).astype(dtype), 0)
@@ -40,7 +40,7 @@ def masked_sum(values: jax.Array, active: jax.Array) -> jax.Array:
 
 
 def weighted_sum(
-    values: jax.Array, weights: jax.Array, active: jax.Array
+  values: jax.Array, weights: jax.Array, active: jax.Array
 ) -> jax.Array:
   """`sum w v` over active positions, formed from cleaned values."""
   return jnp.sum(weights * jnp.where(active, values, 0))
@@ -65,15 +65,13 @@ def token_ids(ids: jax.typing.ArrayLike) -> jax.Array:
   return ids.astype(jnp.int64 if ids.dtype.itemsize == 8 else jnp.int32)
 
 
-def clean_ids(
-    ids: jax.typing.ArrayLike, active: jax.Array
-) -> jax.Array:
+def clean_ids(ids: jax.typing.ArrayLike, active: jax.Array) -> jax.Array:
   """Signed ids, with inactive ones replaced by 0."""
   return jnp.where(active, token_ids(ids), 0)
 
 
 def log_softmax(
-    logits: jax.Array, temperature: float = 1.0
+  logits: jax.Array, temperature: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
   """`log softmax(z / T)` over the last axis, and its exponential.
 
@@ -82,14 +80,14 @@ def log_softmax(
   """
   shifted = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
   log_probs = shifted - jnp.log(
-      jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True)
+    jnp.sum(jnp.exp(shifted), axis=-1, keepdims=True)
   )
   return log_probs, jnp.exp(log_probs)
 
 
 def _is_target(logits: jax.Array, ids: jax.Array) -> jax.Array:
   vocabulary = jax.lax.broadcasted_iota(
-      ids.dtype, logits.shape, logits.ndim - 1
+    ids.dtype, logits.shape, logits.ndim - 1
   )
   return vocabulary == ids[..., None]
 
@@ -97,9 +95,7 @@ def _is_target(logits: jax.Array, ids: jax.Array) -> jax.Array:
 @jax.custom_jvp
 def _negative_log_likelihood(logits: jax.Array, ids: jax.Array) -> jax.Array:
   log_probs, _ = log_softmax(logits)
-  return -jnp.sum(
-      jnp.where(_is_target(logits, ids), log_probs, 0), axis=-1
-  )
+  return -jnp.sum(jnp.where(_is_target(logits, ids), log_probs, 0), axis=-1)
 
 
 @_negative_log_likelihood.defjvp
@@ -108,13 +104,13 @@ def _negative_log_likelihood_jvp(primals, tangents):
   _, probs = log_softmax(logits)
   gradient = probs - _is_target(logits, ids).astype(probs.dtype)
   return (
-      _negative_log_likelihood(logits, ids),
-      jnp.sum(gradient * tangents[0], axis=-1),
+    _negative_log_likelihood(logits, ids),
+    jnp.sum(gradient * tangents[0], axis=-1),
   )
 
 
 def token_negative_log_likelihood(
-    logits: jax.Array, ids: jax.Array
+  logits: jax.Array, ids: jax.Array
 ) -> jax.Array:
   """`-log softmax(z)[id]` over the last axis; gradient `softmax(z) - onehot`.
 
@@ -123,7 +119,7 @@ def token_negative_log_likelihood(
   """
   is_valid = (ids >= 0) & (ids < logits.shape[-1])
   return poison(
-      _negative_log_likelihood(logits, jnp.where(is_valid, ids, 0)), is_valid
+    _negative_log_likelihood(logits, jnp.where(is_valid, ids, 0)), is_valid
   )
 
 
@@ -141,7 +137,7 @@ def _exp_minus_tangent(d: jax.Array) -> jax.Array:
 
 
 def _forward_kl_parts(
-    teacher: jax.Array, student: jax.Array, temperature: float
+  teacher: jax.Array, student: jax.Array, temperature: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
   """`p`, `q` and `d = log q - log p` (0 where `p == 0`)."""
   log_p, p = log_softmax(teacher, temperature)
@@ -153,18 +149,18 @@ def _forward_kl_parts(
   # matters is the difference of the logits. That of near rows is exact.
   offset = top_s - top_t
   difference = jnp.where(
-      jnp.abs(offset) < 8, (s - t) - offset, (s - top_s) - (t - top_t)
+    jnp.abs(offset) < 8, (s - t) - offset, (s - top_s) - (t - top_t)
   )
   # A row's largest log-probability is minus the log-sum of its shifted row.
   log_sums = jnp.max(log_q, axis=-1, keepdims=True) - jnp.max(
-      log_p, axis=-1, keepdims=True
+    log_p, axis=-1, keepdims=True
   )
   return p, q, jnp.where(p == 0, 0, difference / temperature + log_sums)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
 def token_forward_kl(
-    teacher: jax.Array, student: jax.Array, temperature: float
+  teacher: jax.Array, student: jax.Array, temperature: float
 ) -> jax.Array:
   """`KL(p || q)` over the last axis; a constant in the teacher.
 
@@ -192,16 +188,14 @@ def _token_forward_kl_jvp(temperature, primals, tangents):
   p, q, d = _forward_kl_parts(teacher, student, temperature)
   is_small = (jnp.abs(d) < 1) & (p != 0)
   difference = jnp.where(
-      is_small, p * jnp.expm1(jnp.where(is_small, d, 0)), q - p
+    is_small, p * jnp.expm1(jnp.where(is_small, d, 0)), q - p
   )
   return (
-      token_forward_kl(teacher, student, temperature),
-      jnp.sum(difference * tangents[1], axis=-1) / temperature,
+    token_forward_kl(teacher, student, temperature),
+    jnp.sum(difference * tangents[1], axis=-1) / temperature,
   )
 
 
 def token_entropy(log_probs: jax.Array, probs: jax.Array) -> jax.Array:
   """`-sum p log p` over the last axis, in nats; `0 log 0 = 0`."""
-  return -jnp.sum(
-      probs * jnp.where(probs == 0, 0, log_probs), axis=-1
-  )
+  return -jnp.sum(probs * jnp.where(probs == 0, 0, log_probs), axis=-1)

@@ -9,7 +9,9 @@ from `object.__new__` and runs nothing.
 """
 
 import dataclasses
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any
+from typing import TypeVar
+from typing import dataclass_transform
 
 import jax
 
@@ -17,7 +19,7 @@ _T = TypeVar("_T")
 
 
 @dataclass_transform(
-    kw_only_default=True, frozen_default=True, eq_default=False
+  kw_only_default=True, frozen_default=True, eq_default=False
 )
 def record(cls: type[_T]) -> type[_T]:
   """Makes `cls` a frozen, keyword-only dataclass registered as a pytree.
@@ -34,8 +36,8 @@ def record(cls: type[_T]) -> type[_T]:
 
   def flatten(obj: _T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return (
-        tuple(getattr(obj, name) for name in data),
-        tuple(getattr(obj, name) for name in static),
+      tuple(getattr(obj, name) for name in data),
+      tuple(getattr(obj, name) for name in static),
     )
 
   def flatten_with_keys(obj: _T) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -51,6 +53,6 @@ def record(cls: type[_T]) -> type[_T]:
     return obj
 
   jax.tree_util.register_pytree_with_keys(
-      cls, flatten_with_keys, unflatten, flatten
+    cls, flatten_with_keys, unflatten, flatten
   )
   return cls

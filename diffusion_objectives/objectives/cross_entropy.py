@@ -22,10 +22,10 @@ from diffusion_objectives._core import numerics
 
 
 def weighted_cross_entropy_loss(
-    logits: jax.Array,
-    batch: batches.DiffusionTokenBatch,
-    *,
-    denominator: str | None = None,
+  logits: jax.Array,
+  batch: batches.DiffusionTokenBatch,
+  *,
+  denominator: str | None = None,
 ) -> outputs.LossOutput:
   """Weighted cross entropy, `sum w l`, with `l = -log softmax(z)[target]`.
 
@@ -75,14 +75,14 @@ def weighted_cross_entropy_loss(
   losses = numerics.token_negative_log_likelihood(clean, ids)
   is_correct = jnp.argmax(clean, axis=-1).astype(ids.dtype) == ids
   return outputs.LossOutput(
-      primary_loss=outputs.WeightedMetric(
-          unreduced_sum=numerics.weighted_sum(losses, weights, is_active),
-          denominator=total,
-      ),
-      aux_metrics={
-          "accuracy": outputs.WeightedMetric(
-              unreduced_sum=numerics.count(is_correct & is_active, dtype),
-              denominator=numerics.count(is_active, dtype),
-          )
-      },
+    primary_loss=outputs.WeightedMetric(
+      unreduced_sum=numerics.weighted_sum(losses, weights, is_active),
+      denominator=total,
+    ),
+    aux_metrics={
+      "accuracy": outputs.WeightedMetric(
+        unreduced_sum=numerics.count(is_correct & is_active, dtype),
+        denominator=numerics.count(is_active, dtype),
+      )
+    },
   )

@@ -29,12 +29,12 @@ from diffusion_objectives._core import numerics
 
 
 def forward_kl_loss(
-    logits: jax.Array,
-    batch: batches.DiffusionDistillationBatch,
-    *,
-    temperature: float = 1.0,
-    scale_by_temperature_squared: bool = True,
-    denominator: str | None = None,
+  logits: jax.Array,
+  batch: batches.DiffusionDistillationBatch,
+  *,
+  temperature: float = 1.0,
+  scale_by_temperature_squared: bool = True,
+  denominator: str | None = None,
 ) -> outputs.LossOutput:
   """Forward divergence from the teacher, `T^2 sum w KL(p || q)`.
 
@@ -82,28 +82,28 @@ def forward_kl_loss(
   """
   temperature = checks.finite_real("temperature", temperature, positive=True)
   scale = checks.boolean(
-      "scale_by_temperature_squared", scale_by_temperature_squared
+    "scale_by_temperature_squared", scale_by_temperature_squared
   )
   student = _student_batch(logits, batch)
   soft, aux_metrics = _soft_term(logits, batch, temperature)
   dtype = soft.dtype
   return outputs.LossOutput(
-      primary_loss=outputs.WeightedMetric(
-          unreduced_sum=temperature**2 * soft if scale else soft,
-          denominator=batches.batch_denominator(student, denominator, dtype),
-      ),
-      aux_metrics=aux_metrics,
+    primary_loss=outputs.WeightedMetric(
+      unreduced_sum=temperature**2 * soft if scale else soft,
+      denominator=batches.batch_denominator(student, denominator, dtype),
+    ),
+    aux_metrics=aux_metrics,
   )
 
 
 def prepared_opd_loss(
-    logits: jax.Array,
-    batch: batches.DiffusionDistillationBatch,
-    *,
-    temperature: float = 1.0,
-    soft_loss_weight: float = 1.0,
-    hard_loss_weight: float = 0.0,
-    denominator: str | None = None,
+  logits: jax.Array,
+  batch: batches.DiffusionDistillationBatch,
+  *,
+  temperature: float = 1.0,
+  soft_loss_weight: float = 1.0,
+  hard_loss_weight: float = 0.0,
+  denominator: str | None = None,
 ) -> outputs.LossOutput:
   """On-policy distillation on a prepared batch: soft and hard term together.
 
@@ -155,7 +155,7 @@ def prepared_opd_loss(
   in Tunix, not a convex pair.
   """
   temperature, soft_loss_weight, hard_loss_weight = check_opd_hyper_parameters(
-      temperature, soft_loss_weight, hard_loss_weight
+    temperature, soft_loss_weight, hard_loss_weight
   )
   student = _student_batch(logits, batch)
   dtype = numerics.accumulation_dtype(logits.dtype)
@@ -170,23 +170,21 @@ def prepared_opd_loss(
   if hard_loss_weight:
     weights, is_active = batches.position_weights(student, dtype)
     hard = numerics.weighted_sum(
-        numerics.token_negative_log_likelihood(
-            numerics.clean_rows(logits, is_active, dtype),
-            numerics.clean_ids(student.target_ids, is_active),
-        ),
-        weights,
-        is_active,
+      numerics.token_negative_log_likelihood(
+        numerics.clean_rows(logits, is_active, dtype),
+        numerics.clean_ids(student.target_ids, is_active),
+      ),
+      weights,
+      is_active,
     )
     loss += hard_loss_weight * hard
   for name, term in (("soft", soft), ("hard", hard)):
     aux_metrics[f"distill/{name}_loss"] = outputs.WeightedMetric(
-        unreduced_sum=jax.lax.stop_gradient(term), denominator=total
+      unreduced_sum=jax.lax.stop_gradient(term), denominator=total
     )
   return outputs.LossOutput(
-      primary_loss=outputs.WeightedMetric(
-          unreduced_sum=loss, denominator=total
-      ),
-      aux_metrics=aux_metrics,
+    primary_loss=outputs.WeightedMetric(unreduced_sum=loss, denominator=total),
+    aux_metrics=aux_metrics,
   )
 
 
@@ -199,29 +197,25 @@ class OPDHyperParameters(NamedTuple):
 
 
 def check_opd_hyper_parameters(
-    temperature: float, soft_loss_weight: float, hard_loss_weight: float
+  temperature: float, soft_loss_weight: float, hard_loss_weight: float
 ) -> OPDHyperParameters:
   """Checks and returns the hyper-parameters of `prepared_opd_loss`."""
   checked = OPDHyperParameters(
-      checks.finite_real("temperature", temperature, positive=True),
-      checks.finite_real(
-          "soft_loss_weight", soft_loss_weight, nonnegative=True
-      ),
-      checks.finite_real(
-          "hard_loss_weight", hard_loss_weight, nonnegative=True
-      ),
+    checks.finite_real("temperature", temperature, positive=True),
+    checks.finite_real("soft_loss_weight", soft_loss_weight, nonnegative=True),
+    checks.finite_real("hard_loss_weight", hard_loss_weight, nonnegative=True),
   )
   if not (checked.soft_loss_weight or checked.hard_loss_weight):
     raise checks.fail(
-        ValueError,
-        "at least one of soft_loss_weight and hard_loss_weight must be positive",
-        "0 and 0",
+      ValueError,
+      "at least one of soft_loss_weight and hard_loss_weight must be positive",
+      "0 and 0",
     )
   return checked
 
 
 def _student_batch(
-    logits: jax.Array, batch: batches.DiffusionDistillationBatch
+  logits: jax.Array, batch: batches.DiffusionDistillationBatch
 ) -> batches.DiffusionTokenBatch:
   checks.instance("batch", batch, batches.DiffusionDistillationBatch)
   batches.check_logits("logits", logits, batch.student_batch)
@@ -229,41 +223,41 @@ def _student_batch(
 
 
 def _soft_term(
-    logits: jax.Array,
-    batch: batches.DiffusionDistillationBatch,
-    temperature: float,
+  logits: jax.Array,
+  batch: batches.DiffusionDistillationBatch,
+  temperature: float,
 ) -> tuple[jax.Array, dict[str, outputs.WeightedMetric]]:
   """`sum w KL(p || q)`, and the metrics that describe `p` and `q`."""
   if batch.teacher.logits.shape != logits.shape:
     raise checks.fail(
-        ValueError,
-        "student and teacher logits must have identical shapes",
-        f"{tuple(logits.shape)} and {tuple(batch.teacher.logits.shape)}",
+      ValueError,
+      "student and teacher logits must have identical shapes",
+      f"{tuple(logits.shape)} and {tuple(batch.teacher.logits.shape)}",
     )
   dtype = numerics.accumulation_dtype(logits.dtype)
   weights, is_active = batches.position_weights(batch.student_batch, dtype)
   student = numerics.clean_rows(logits, is_active, dtype)
   teacher = jax.lax.stop_gradient(
-      numerics.clean_rows(batch.teacher.logits, is_active, dtype)
+    numerics.clean_rows(batch.teacher.logits, is_active, dtype)
   )
   divergences = numerics.token_forward_kl(teacher, student, temperature)
   observed = jax.lax.stop_gradient(student)
   described = {
-      "teacher_entropy": numerics.token_entropy(
-          *numerics.log_softmax(teacher, temperature)
-      ),
-      "student_entropy": numerics.token_entropy(
-          *numerics.log_softmax(observed, temperature)
-      ),
-      "top1_agreement": (
-          jnp.argmax(teacher, axis=-1) == jnp.argmax(observed, axis=-1)
-      ).astype(dtype),
+    "teacher_entropy": numerics.token_entropy(
+      *numerics.log_softmax(teacher, temperature)
+    ),
+    "student_entropy": numerics.token_entropy(
+      *numerics.log_softmax(observed, temperature)
+    ),
+    "top1_agreement": (
+      jnp.argmax(teacher, axis=-1) == jnp.argmax(observed, axis=-1)
+    ).astype(dtype),
   }
   masked = numerics.count(is_active, dtype)
   return numerics.weighted_sum(divergences, weights, is_active), {
-      f"distill/{name}": outputs.WeightedMetric(
-          unreduced_sum=numerics.masked_sum(values, is_active),
-          denominator=masked,
-      )
-      for name, values in described.items()
+    f"distill/{name}": outputs.WeightedMetric(
+      unreduced_sum=numerics.masked_sum(values, is_active),
+      denominator=masked,
+    )
+    for name, values in described.items()
   }

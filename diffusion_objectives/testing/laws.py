@@ -7,8 +7,9 @@ is the objective once more, in float64 NumPy, written without the library.
 Number of examples and randomness follow the active hypothesis profile.
 """
 
+from collections.abc import Callable
+from collections.abc import Iterable
 import dataclasses
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import hypothesis
@@ -64,24 +65,24 @@ class _Subject:
     return self.loss(prediction, batch).primary_loss.unreduced_sum
 
   def _slopes(
-      self, prediction: Any, batch: Any, direction: Any, step: float
+    self, prediction: Any, batch: Any, direction: Any, step: float
   ) -> tuple[jax.Array, jax.Array]:
     """The sum's slope along a direction: by gradient and by difference."""
 
     def moved(by):
       return self._sum(
-          jax.tree.map(lambda x, u: x + by * u, prediction, direction), batch
+        jax.tree.map(lambda x, u: x + by * u, prediction, direction), batch
       )
 
     gradient = jax.grad(self._sum)(prediction, batch)
     products = jax.tree.map(jnp.vdot, gradient, direction)
     return (
-        sum(jax.tree.leaves(products)),
-        (moved(step) - moved(-step)) / (2 * step),
+      jnp.sum(jnp.stack(jax.tree.leaves(products))),
+      (moved(step) - moved(-step)) / (2 * step),
     )
 
   def _sum_in_teacher(
-      self, prediction: Any, batch: Any, teacher: Any
+    self, prediction: Any, batch: Any, teacher: Any
   ) -> jax.Array:
     return self._sum(prediction, dataclasses.replace(batch, teacher=teacher))
 
@@ -95,20 +96,20 @@ def _metrics(output: outputs.LossOutput) -> dict[str, outputs.WeightedMetric]:
 
 
 def _assert_near(
-    actual: Any, expected: Any, magnitude: float, what: str
+  actual: Any, expected: Any, magnitude: float, what: str
 ) -> None:
   np.testing.assert_allclose(
-      np.asarray(actual, np.float64),
-      np.asarray(expected, np.float64),
-      rtol=ROUNDING,
-      atol=ROUNDING * magnitude,
-      err_msg=what,
+    np.asarray(actual, np.float64),
+    np.asarray(expected, np.float64),
+    rtol=ROUNDING,
+    atol=ROUNDING * magnitude,
+    err_msg=what,
   )
 
 
 def _assert_same_bits(actual: Any, expected: Any, what: str) -> None:
   for one, other in zip(
-      jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
+    jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
   ):
     one, other = np.asarray(one), np.asarray(other)
     assert one.dtype == other.dtype, what
@@ -120,13 +121,13 @@ def equals_oracle(subject: _Subject, case: strategies.Case) -> None:
   output, _ = subject.compiled(case.prediction, case.batch)
   total, denominator = subject.oracle(case.prediction, case.batch)
   _assert_near(
-      output.primary_loss.unreduced_sum, total, case.magnitude, "unreduced_sum"
+    output.primary_loss.unreduced_sum, total, case.magnitude, "unreduced_sum"
   )
   _assert_near(output.primary_loss.denominator, denominator, 0, "denominator")
 
 
 def low_precision_equals_oracle(
-    subject: _Subject, case: strategies.Case
+  subject: _Subject, case: strategies.Case
 ) -> None:
   """bfloat16 predictions lose nothing more: arithmetic and sums are float32."""
   narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), case.prediction)
@@ -162,10 +163,10 @@ def jit_equals_eager(subject: _Subject, case: strategies.Case) -> None:
   for name, metric in _metrics(eager).items():
     other = _metrics(compiled)[name]
     for one, two in zip(
-        jax.tree.leaves(metric), jax.tree.leaves(other), strict=True
+      jax.tree.leaves(metric), jax.tree.leaves(other), strict=True
     ):
       np.testing.assert_allclose(
-          one, two, rtol=4 * ulp, atol=4 * ulp * case.magnitude, err_msg=name
+        one, two, rtol=4 * ulp, atol=4 * ulp * case.magnitude, err_msg=name
       )
 
 
@@ -187,7 +188,7 @@ def accumulates_exactly(subject: _Subject, case: strategies.Case) -> None:
   def mean(gradients, metrics):
     denominator = sum(float(m.denominator) for m in metrics)
     total = jax.tree.map(
-        lambda *leaves: np.concatenate(leaves).astype(np.float64), *gradients
+      lambda *leaves: np.concatenate(leaves).astype(np.float64), *gradients
     )
     return jax.tree.map(lambda x: x / (denominator or 1.0), total)
 
@@ -197,11 +198,11 @@ def accumulates_exactly(subject: _Subject, case: strategies.Case) -> None:
   for parts in _splits(case):
     results = [subject.compiled(*part) for part in parts]
     actual = mean(
-        [gradient for _, gradient in results],
-        [output.primary_loss for output, _ in results],
+      [gradient for _, gradient in results],
+      [output.primary_loss for output, _ in results],
     )
     jax.tree.map(
-        lambda a, e: _assert_near(a, e, size, "gradient"), actual, expected
+      lambda a, e: _assert_near(a, e, size, "gradient"), actual, expected
     )
     loss = _ratio(outputs.merge([o for o, _ in results]).primary_loss)
     _assert_near(loss, _ratio(full.primary_loss), size, "loss")
@@ -212,16 +213,16 @@ def _splits(case: strategies.Case) -> list[list[tuple[Any, Any]]]:
   cuts = sorted({1, rows - 1} - {0, rows})
   whole = (case.prediction, case.batch)
   return [
-      [
-          jax.tree.map(lambda x, part=part: x[part], whole)
-          for part in (slice(0, cut), slice(cut, None))
-      ]
-      for cut in cuts
+    [
+      jax.tree.map(lambda x, part=part: x[part], whole)
+      for part in (slice(0, cut), slice(cut, None))
+    ]
+    for cut in cuts
   ]
 
 
 def inactive_positions_are_inert(
-    subject: _Subject, case: strategies.Case
+  subject: _Subject, case: strategies.Case
 ) -> None:
   """Poison at weight 0 changes no bit of any value or gradient."""
   expected = subject.compiled(case.prediction, case.batch)
@@ -242,7 +243,7 @@ def empty_batch_is_zero(subject: _Subject, case: strategies.Case) -> None:
   """Without weight the sum, its gradient and the mean are exactly 0."""
   weights = strategies.token_part(case.batch).loss_weights
   batch = strategies.replace_tokens(
-      case.batch, loss_weights=np.zeros_like(weights)
+    case.batch, loss_weights=np.zeros_like(weights)
   )
   output, gradient = subject.compiled(case.prediction, batch)
   assert float(output.primary_loss.unreduced_sum) == 0
@@ -264,13 +265,13 @@ def weights_scale_the_sum(subject: _Subject, case: strategies.Case) -> None:
   # Exact but for subnormal products, which the CPU flushes to 0.
   tiny = 4 * float(jnp.finfo(jnp.float32).tiny)
   jax.tree.map(
-      lambda a, e: np.testing.assert_allclose(a, factor * e, 0, tiny),
-      (two.unreduced_sum, small),
-      (one.unreduced_sum, gradient),
+    lambda a, e: np.testing.assert_allclose(a, factor * e, 0, tiny),
+    (two.unreduced_sum, small),
+    (one.unreduced_sum, gradient),
   )
   assert float(two.denominator) in (
-      float(one.denominator),
-      float(factor * one.denominator),
+    float(one.denominator),
+    float(factor * one.denominator),
   ), "denominator"
 
 
@@ -287,8 +288,8 @@ def refused_values_are_nan(subject: _Subject, case: strategies.Case) -> None:
     return array
 
   variants = [
-      {"loss_weights": changed(tokens.loss_weights, value)}
-      for value in (-1.0, np.nan, np.inf)
+    {"loss_weights": changed(tokens.loss_weights, value)}
+    for value in (-1.0, np.nan, np.inf)
   ]
   if tokens.is_supervised is not None:
     variants.append({"is_supervised": changed(tokens.is_supervised, False)})
@@ -296,8 +297,8 @@ def refused_values_are_nan(subject: _Subject, case: strategies.Case) -> None:
   if subject.uses_targets:
     vocabulary = jax.tree.leaves(case.prediction)[0].shape[-1]
     variants += [
-        {"target_ids": changed(tokens.target_ids, value)}
-        for value in (-1, -vocabulary, vocabulary, vocabulary + 100)
+      {"target_ids": changed(tokens.target_ids, value)}
+      for value in (-1, -vocabulary, vocabulary, vocabulary + 100)
     ]
   for variant in variants:
     batch = strategies.replace_tokens(case.batch, **variant)
@@ -310,8 +311,8 @@ def traces_once(subject: _Subject, case: strategies.Case) -> None:
   subject.compiled(case.prediction, case.batch)
   before = subject.traces
   subject.compiled(
-      jax.tree.map(lambda x: x + 1, case.prediction),
-      jax.tree.map(np.copy, case.batch),
+    jax.tree.map(lambda x: x + 1, case.prediction),
+    jax.tree.map(np.copy, case.batch),
   )
   assert subject.traces == before, "retraced"
 
@@ -321,7 +322,7 @@ def transforms_as_a_pytree(subject: _Subject, case: strategies.Case) -> None:
   output, _ = subject.compiled(case.prediction, case.batch)
   shapes = jax.eval_shape(subject.loss, case.prediction, case.batch)
   for value, shape in zip(
-      jax.tree.leaves(output), jax.tree.leaves(shapes), strict=True
+    jax.tree.leaves(output), jax.tree.leaves(shapes), strict=True
   ):
     assert value.shape == shape.shape and value.dtype == shape.dtype
   for tree in (output, case.batch):
@@ -329,14 +330,12 @@ def transforms_as_a_pytree(subject: _Subject, case: strategies.Case) -> None:
     for sentinel in (object(), None, True, "leaf"):
       jax.tree.unflatten(structure, [sentinel] * len(leaves))
   pair = jax.tree.map(
-      lambda x: np.stack([x, x[::-1]]), (case.prediction, case.batch)
+    lambda x: np.stack([x, x[::-1]]), (case.prediction, case.batch)
   )
   mapped = subject.batched(*pair)
   for index, reverse in enumerate((1, -1)):
     single, _ = subject.compiled(
-        *jax.tree.map(
-            lambda x, r=reverse: x[::r], (case.prediction, case.batch)
-        )
+      *jax.tree.map(lambda x, r=reverse: x[::r], (case.prediction, case.batch))
     )
     for name, metric in _metrics(single).items():
       other = jax.tree.map(lambda x, i=index: x[i], _metrics(mapped)[name])
@@ -352,7 +351,7 @@ def sharded_equals_unsharded(subject: _Subject, case: strategies.Case) -> None:
   count = max(n for n in range(1, len(devices) + 1) if rows % n == 0)
   mesh = jax.sharding.Mesh(np.array(devices[:count]), ("data",))
   sharding = jax.sharding.NamedSharding(
-      mesh, jax.sharding.PartitionSpec("data")
+    mesh, jax.sharding.PartitionSpec("data")
   )
   placed = jax.device_put((case.prediction, case.batch), sharding)
   actual, sharded = subject.compiled(*placed)
@@ -363,9 +362,9 @@ def sharded_equals_unsharded(subject: _Subject, case: strategies.Case) -> None:
     _assert_near(other.unreduced_sum, metric.unreduced_sum, size, name)
     _assert_near(other.denominator, metric.denominator, 0, name)
   jax.tree.map(
-      lambda a, e: _assert_near(a, e, case.magnitude, "gradient"),
-      sharded,
-      gradient,
+    lambda a, e: _assert_near(a, e, case.magnitude, "gradient"),
+    sharded,
+    gradient,
   )
 
 
@@ -382,17 +381,17 @@ def denominator_is_constant(subject: _Subject, case: strategies.Case) -> None:
   """The denominator depends on the batch alone, not on the prediction."""
   one, _ = subject.compiled(case.prediction, case.batch)
   two, _ = subject.compiled(
-      jax.tree.map(lambda x: -x[..., ::-1], case.prediction), case.batch
+    jax.tree.map(lambda x: -x[..., ::-1], case.prediction), case.batch
   )
   _assert_same_bits(
-      two.primary_loss.denominator, one.primary_loss.denominator, "denominator"
+    two.primary_loss.denominator, one.primary_loss.denominator, "denominator"
   )
 
 
 def gradient_is_the_derivative(
-    subject: _Subject, case: strategies.Case
+  subject: _Subject, case: strategies.Case
 ) -> None:
-  """In float64, the gradient along a random direction is the central difference.
+  """In float64, the gradient along a direction is the central difference.
 
   An objective that returns float32 for float64 predictions is held to what
   float32 allows. Reverse mode alone: a trainer needs no other.
@@ -413,36 +412,37 @@ Law = Callable[[_Subject, strategies.Case], None]
 
 # In the order in which `violations` tries them.
 LAWS: tuple[Law, ...] = (
-    equals_oracle,
-    returns_scalars,
-    low_precision_equals_oracle,
-    inactive_positions_are_inert,
-    refused_values_are_nan,
-    is_additive,
-    accumulates_exactly,
-    weights_scale_the_sum,
-    empty_batch_is_zero,
-    gradients_are_finite,
-    teacher_is_constant,
-    denominator_is_constant,
-    jit_equals_eager,
-    traces_once,
-    transforms_as_a_pytree,
-    sharded_equals_unsharded,
-    gradient_is_the_derivative,
+  equals_oracle,
+  returns_scalars,
+  low_precision_equals_oracle,
+  inactive_positions_are_inert,
+  refused_values_are_nan,
+  is_additive,
+  accumulates_exactly,
+  weights_scale_the_sum,
+  empty_batch_is_zero,
+  gradients_are_finite,
+  teacher_is_constant,
+  denominator_is_constant,
+  jit_equals_eager,
+  traces_once,
+  transforms_as_a_pytree,
+  sharded_equals_unsharded,
+  gradient_is_the_derivative,
 )
 
+
 def suite(
-    loss: LossFn,
-    *,
-    oracle: Oracle,
-    build: Callable[[strategies.Regime], strategies.Case] = (
-        strategies.token_case
-    ),
-    poison: Callable[[strategies.Case, int, float], strategies.Case] = (
-        strategies.poison_tokens
-    ),
-    uses_targets: bool = True,
+  loss: LossFn,
+  *,
+  oracle: Oracle,
+  build: Callable[[strategies.Regime], strategies.Case] = (
+    strategies.token_case
+  ),
+  poison: Callable[[strategies.Case, int, float], strategies.Case] = (
+    strategies.poison_tokens
+  ),
+  uses_targets: bool = True,
 ) -> type:
   """A pytest class with one test a law.
 
@@ -478,24 +478,22 @@ def suite(
   subject = _Subject(loss, oracle, poison, uses_targets)
   tests = {}
   for law in LAWS:
-    tests[f"test_{law.__name__}"] = staticmethod(
-        _given(law, subject, build)
-    )
+    tests[f"test_{law.__name__}"] = staticmethod(_given(law, subject, build))
   return type("Laws", (), tests)
 
 
 def violations(
-    loss: LossFn,
-    *,
-    oracle: Oracle,
-    build: Callable[[strategies.Regime], strategies.Case] = (
-        strategies.token_case
-    ),
-    poison: Callable[[strategies.Case, int, float], strategies.Case] = (
-        strategies.poison_tokens
-    ),
-    uses_targets: bool = True,
-    seeds: Iterable[int] = (0,),
+  loss: LossFn,
+  *,
+  oracle: Oracle,
+  build: Callable[[strategies.Regime], strategies.Case] = (
+    strategies.token_case
+  ),
+  poison: Callable[[strategies.Case, int, float], strategies.Case] = (
+    strategies.poison_tokens
+  ),
+  uses_targets: bool = True,
+  seeds: Iterable[int] = (0,),
 ) -> list[dict[str, Exception]]:
   """The laws that an objective breaks, by name, at fixed seeds.
 
@@ -515,11 +513,11 @@ def violations(
     broken: dict[str, Exception] = {}
     for law in LAWS:
       test = _given(
-          law,
-          subject,
-          build,
-          database=None,
-          phases=[hypothesis.Phase.generate],
+        law,
+        subject,
+        build,
+        database=None,
+        phases=[hypothesis.Phase.generate],
       )
       try:
         hypothesis.seed(seed)(test)()

@@ -6,13 +6,13 @@ can be many. Every bucket has one structure of the batch: the second and fourth
 carry `is_supervised`, the others do not, so both default denominators occur.
 """
 
-import dataclasses
 from collections.abc import Callable
+import dataclasses
 from typing import Any
 
+from hypothesis import strategies as st
 import jax
 import numpy as np
-from hypothesis import strategies as st
 
 from diffusion_objectives import batches
 
@@ -61,11 +61,11 @@ class Case:
 def regimes() -> st.SearchStrategy[Regime]:
   """All shapes, scales and patterns of weights, with a seed."""
   return st.builds(
-      Regime,
-      shape=st.sampled_from(SHAPES),
-      scale=st.sampled_from(SCALES),
-      weights=st.sampled_from(WEIGHTS),
-      seed=st.integers(0, 2**32 - 1),
+    Regime,
+    shape=st.sampled_from(SHAPES),
+    scale=st.sampled_from(SCALES),
+    weights=st.sampled_from(WEIGHTS),
+    seed=st.integers(0, 2**32 - 1),
   )
 
 
@@ -74,30 +74,28 @@ def position_weights(regime: Regime, rng: np.random.Generator) -> np.ndarray:
   shape = regime.shape[:2]
   fractional = 10 ** rng.uniform(-3, 1, shape) * (rng.random(shape) < 0.7)
   patterns: dict[str, Callable[[], np.ndarray]] = {
-      "all": lambda: np.ones(shape),
-      "none": lambda: np.zeros(shape),
-      "binary": lambda: rng.random(shape) < 0.5,
-      "fractional": lambda: fractional,
-      "tiny": lambda: fractional * 1e-8,
-      "one row": lambda: fractional * (np.arange(shape[0]) == 0)[:, None],
+    "all": lambda: np.ones(shape),
+    "none": lambda: np.zeros(shape),
+    "binary": lambda: rng.random(shape) < 0.5,
+    "fractional": lambda: fractional,
+    "tiny": lambda: fractional * 1e-8,
+    "one row": lambda: fractional * (np.arange(shape[0]) == 0)[:, None],
   }
   return patterns[regime.weights]().astype(np.float32)
 
 
 def _token_batch(
-    regime: Regime, rng: np.random.Generator
+  regime: Regime, rng: np.random.Generator
 ) -> batches.DiffusionTokenBatch:
   batch, length, vocabulary = regime.shape
   weights = position_weights(regime, rng)
   is_supervised = (weights > 0) | (rng.random(weights.shape) < 0.3)
   ids = rng.integers(0, vocabulary, (batch, length), dtype=np.int32)
   return batches.DiffusionTokenBatch(
-      model_inputs={"input_tokens": ids},
-      target_ids=ids,
-      loss_weights=weights,
-      is_supervised=(
-          is_supervised if SHAPES.index(regime.shape) % 2 else None
-      ),
+    model_inputs={"input_tokens": ids},
+    target_ids=ids,
+    loss_weights=weights,
+    is_supervised=(is_supervised if SHAPES.index(regime.shape) % 2 else None),
   )
 
 
@@ -110,9 +108,9 @@ def token_case(regime: Regime) -> Case:
   rng = np.random.default_rng(regime.seed)
   batch = _token_batch(regime, rng)
   return Case(
-      prediction=_logits(regime, rng),
-      batch=batch,
-      magnitude=float(batch.loss_weights.sum()) * (1 + regime.scale),
+    prediction=_logits(regime, rng),
+    batch=batch,
+    magnitude=float(batch.loss_weights.sum()) * (1 + regime.scale),
   )
 
 
@@ -121,12 +119,12 @@ def distillation_case(regime: Regime) -> Case:
   rng = np.random.default_rng(regime.seed)
   student = _token_batch(regime, rng)
   return Case(
-      prediction=_logits(regime, rng),
-      batch=batches.DiffusionDistillationBatch(
-          student_batch=student,
-          teacher=batches.DenseTeacher(logits=_logits(regime, rng)),
-      ),
-      magnitude=float(student.loss_weights.sum()) * (1 + regime.scale),
+    prediction=_logits(regime, rng),
+    batch=batches.DiffusionDistillationBatch(
+      student_batch=student,
+      teacher=batches.DenseTeacher(logits=_logits(regime, rng)),
+    ),
+    magnitude=float(student.loss_weights.sum()) * (1 + regime.scale),
   )
 
 
@@ -141,8 +139,8 @@ def replace_tokens(batch: Any, **changes: Any) -> Any:
   """Either kind of batch with fields of its token batch replaced."""
   if isinstance(batch, batches.DiffusionDistillationBatch):
     return dataclasses.replace(
-        batch,
-        student_batch=dataclasses.replace(batch.student_batch, **changes),
+      batch,
+      student_batch=dataclasses.replace(batch.student_batch, **changes),
     )
   return dataclasses.replace(batch, **changes)
 
@@ -156,13 +154,13 @@ def poison_tokens(case: Case, token_id: int, value: float) -> Case:
     return np.where(is_inactive[..., None], rows.dtype.type(value), rows)
 
   batch = replace_tokens(
-      case.batch,
-      target_ids=np.where(is_inactive, np.int32(token_id), tokens.target_ids),
+    case.batch,
+    target_ids=np.where(is_inactive, np.int32(token_id), tokens.target_ids),
   )
   if isinstance(batch, batches.DiffusionDistillationBatch):
     batch = dataclasses.replace(
-        batch, teacher=jax.tree.map(fill, batch.teacher)
+      batch, teacher=jax.tree.map(fill, batch.teacher)
     )
   return dataclasses.replace(
-      case, prediction=fill(case.prediction), batch=batch
+    case, prediction=fill(case.prediction), batch=batch
   )

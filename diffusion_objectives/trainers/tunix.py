@@ -16,18 +16,18 @@ Only attributes of the trainer's instance (and one of its optimizer) are set;
 nothing is patched or forked, and checkpoints keep the trainer's own tree.
 """
 
+from collections.abc import Callable
+from collections.abc import Mapping
 import dataclasses
-import functools
 import inspect
-from collections.abc import Callable, Mapping
 from typing import Any
 
+from flax import nnx
 import jax
+from jax.interpreters import pxla
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
-from jax.interpreters import pxla
 
 from diffusion_objectives import batches
 from diffusion_objectives import outputs
@@ -46,28 +46,28 @@ RESERVED_METRICS = ("loss", "perplexity", "learning_rate", "grad_norm")
 # What a configured trainer is read through or has set on its instance; one row
 # each in docs/trainers.md.
 TRAINER_ATTRIBUTES = (
-    "model",
-    "optimizer",
-    "config",
-    "iter_steps",
-    "training_hooks",
-    "metrics_logger",
-    "loss_fn",
-    "eval_loss_fn",
-    "gen_model_input_fn",
-    "with_loss_fn",
-    "with_gen_model_input_fn",
-    "train",
-    "create_train_step_fn",
-    "create_eval_step_fn",
-    "_lora_enabled",
-    "_train_step",
-    "_prepare_inputs",
-    "_post_process_train_step",
-    "_post_process_eval_step",
-    "_run_eval",
-    "_buffered_train_metrics",
-    "_buffered_eval_metrics",
+  "model",
+  "optimizer",
+  "config",
+  "iter_steps",
+  "training_hooks",
+  "metrics_logger",
+  "loss_fn",
+  "eval_loss_fn",
+  "gen_model_input_fn",
+  "with_loss_fn",
+  "with_gen_model_input_fn",
+  "train",
+  "create_train_step_fn",
+  "create_eval_step_fn",
+  "_lora_enabled",
+  "_train_step",
+  "_prepare_inputs",
+  "_post_process_train_step",
+  "_post_process_eval_step",
+  "_run_eval",
+  "_buffered_train_metrics",
+  "_buffered_eval_metrics",
 )
 
 
@@ -103,20 +103,20 @@ def model_logits(model: nnx.Module, model_inputs: Any) -> jax.Array:
   """
   if not isinstance(model_inputs, Mapping):
     raise checks.fail(
-        TypeError,
-        "model_inputs must be a mapping of the model's keyword arguments",
-        checks.describe(model_inputs),
+      TypeError,
+      "model_inputs must be a mapping of the model's keyword arguments",
+      checks.describe(model_inputs),
     )
   result = model(**model_inputs)
   return result[0] if isinstance(result, tuple) else result
 
 
 def configure_objective(
-    trainer: Any,
-    loss_fn: LossFn,
-    *,
-    batch_adapter: BatchAdapter | None = None,
-    check_values: bool = True,
+  trainer: Any,
+  loss_fn: LossFn,
+  *,
+  batch_adapter: BatchAdapter | None = None,
+  check_values: bool = True,
 ) -> Any:
   """Makes a Tunix `PeftTrainer` train on an objective, exactly weighted.
 
@@ -168,29 +168,29 @@ def configure_objective(
   for name, value in (("loss_fn", loss_fn), ("batch_adapter", batch_adapter)):
     if not callable(value) and (value is not None or name == "loss_fn"):
       raise checks.fail(
-          TypeError, f"{name} must be callable", checks.describe(value)
+        TypeError, f"{name} must be callable", checks.describe(value)
       )
   checks.boolean("check_values", check_values)
   steps = _check_trainer(trainer)
   _install(
-      trainer,
-      _Hook(
-          loss_fn=loss_fn,
-          batch_adapter=batch_adapter or (lambda item: item),
-          check_values=check_values,
-          accumulation_steps=steps,
-      ),
+    trainer,
+    _Hook(
+      loss_fn=loss_fn,
+      batch_adapter=batch_adapter or (lambda item: item),
+      check_values=check_values,
+      accumulation_steps=steps,
+    ),
   )
   return trainer
 
 
 def configure_diffusion_sft(
-    trainer: Any,
-    batch_adapter: BatchAdapter | None = None,
-    logits_fn: LogitsFn | None = None,
-    *,
-    denominator: str | None = None,
-    check_values: bool = True,
+  trainer: Any,
+  batch_adapter: BatchAdapter | None = None,
+  logits_fn: LogitsFn | None = None,
+  *,
+  denominator: str | None = None,
+  check_values: bool = True,
 ) -> Any:
   """Trains a `PeftTrainer` on `weighted_cross_entropy_loss`.
 
@@ -232,36 +232,36 @@ def configure_diffusion_sft(
   """
   batches.check_unit(denominator)
   prepare = _Preparation(
-      kind=batches.DiffusionTokenBatch,
-      model=getattr(trainer, "model", None),
-      batch_adapter=batch_adapter,
-      logits_fn=logits_fn or model_logits,
-      denominator=denominator,
-      check_values=checks.boolean("check_values", check_values),
+    kind=batches.DiffusionTokenBatch,
+    model=getattr(trainer, "model", None),
+    batch_adapter=batch_adapter,
+    logits_fn=logits_fn or model_logits,
+    denominator=denominator,
+    check_values=checks.boolean("check_values", check_values),
   )
 
   def loss_fn(model, batch):
     return cross_entropy.weighted_cross_entropy_loss(
-        prepare.logits_fn(model, batch.model_inputs),
-        batch,
-        denominator=denominator,
+      prepare.logits_fn(model, batch.model_inputs),
+      batch,
+      denominator=denominator,
     )
 
   return configure_objective(
-      trainer, loss_fn, batch_adapter=prepare, check_values=False
+    trainer, loss_fn, batch_adapter=prepare, check_values=False
   )
 
 
 def configure_prepared_diffusion_opd(
-    trainer: Any,
-    batch_adapter: BatchAdapter | None = None,
-    student_logits_fn: LogitsFn | None = None,
-    *,
-    temperature: float = 1.0,
-    soft_loss_weight: float = 1.0,
-    hard_loss_weight: float = 0.0,
-    denominator: str | None = None,
-    check_values: bool = True,
+  trainer: Any,
+  batch_adapter: BatchAdapter | None = None,
+  student_logits_fn: LogitsFn | None = None,
+  *,
+  temperature: float = 1.0,
+  soft_loss_weight: float = 1.0,
+  hard_loss_weight: float = 0.0,
+  denominator: str | None = None,
+  check_values: bool = True,
 ) -> Any:
   """Trains a `PeftTrainer` on `prepared_opd_loss`: on-policy distillation.
 
@@ -276,7 +276,7 @@ def configure_prepared_diffusion_opd(
     student_logits_fn: `(model, model_inputs) -> [batch, length, vocabulary]`
       logits, aligned with the targets; None is `model_logits`.
     temperature: of the soft term.
-    soft_loss_weight: coefficient of the soft term, `T^2 KL(teacher || student)`.
+    soft_loss_weight: coefficient of `T^2 KL(teacher || student)`.
     hard_loss_weight: coefficient of the cross entropy with the targets.
     denominator: the loss's unit. None takes that of the first batch: "tokens"
       where it has `is_supervised`, else "weights".
@@ -315,31 +315,31 @@ def configure_prepared_diffusion_opd(
   """
   batches.check_unit(denominator)
   hyper_parameters = distillation.check_opd_hyper_parameters(
-      temperature, soft_loss_weight, hard_loss_weight
+    temperature, soft_loss_weight, hard_loss_weight
   )
   prepare = _Preparation(
-      kind=batches.DiffusionDistillationBatch,
-      model=getattr(trainer, "model", None),
-      batch_adapter=batch_adapter,
-      logits_fn=student_logits_fn or model_logits,
-      denominator=denominator,
-      check_values=checks.boolean("check_values", check_values),
-      value_options={
-          "check_targets": hyper_parameters.hard_loss_weight > 0,
-          "check_teacher": hyper_parameters.soft_loss_weight > 0,
-      },
+    kind=batches.DiffusionDistillationBatch,
+    model=getattr(trainer, "model", None),
+    batch_adapter=batch_adapter,
+    logits_fn=student_logits_fn or model_logits,
+    denominator=denominator,
+    check_values=checks.boolean("check_values", check_values),
+    value_options={
+      "check_targets": hyper_parameters.hard_loss_weight > 0,
+      "check_teacher": hyper_parameters.soft_loss_weight > 0,
+    },
   )
 
   def loss_fn(model, batch):
     return distillation.prepared_opd_loss(
-        prepare.logits_fn(model, batch.student_batch.model_inputs),
-        batch,
-        **hyper_parameters._asdict(),
-        denominator=denominator,
+      prepare.logits_fn(model, batch.student_batch.model_inputs),
+      batch,
+      **hyper_parameters._asdict(),
+      denominator=denominator,
     )
 
   return configure_objective(
-      trainer, loss_fn, batch_adapter=prepare, check_values=False
+    trainer, loss_fn, batch_adapter=prepare, check_values=False
   )
 
 
@@ -362,23 +362,22 @@ class _Preparation:
       value = getattr(self, name)
       if value is not None and not callable(value):
         raise checks.fail(
-            TypeError, f"{name} must be callable", checks.describe(value)
+          TypeError, f"{name} must be callable", checks.describe(value)
         )
 
   def __call__(self, item: Any) -> Any:
     batch = self.batch_adapter(item) if self.batch_adapter else item
     checks.instance("the batch_adapter's result", batch, self.kind)
     tokens = (
-        batch if self.kind is batches.DiffusionTokenBatch
-        else batch.student_batch
+      batch if self.kind is batches.DiffusionTokenBatch else batch.student_batch
     )
     unit = batches.denominator_unit(tokens, self.denominator)
     if self.unit not in (None, unit):
       raise checks.fail(
-          ValueError,
-          "every batch must have the denominator unit of the first,"
-          f" {self.unit!r}",
-          f"one of unit {unit!r}",
+        ValueError,
+        "every batch must have the denominator unit of the first,"
+        f" {self.unit!r}",
+        f"one of unit {unit!r}",
       )
     if self.vocabulary_size is None:
       logits = nnx.eval_shape(self.logits_fn, self.model, tokens.model_inputs)
@@ -401,7 +400,7 @@ class _Hook:
   is_training: bool = False
 
   def loss_and_output(
-      self, model: nnx.Module, batch: Any
+    self, model: nnx.Module, batch: Any
   ) -> tuple[jax.Array, outputs.LossOutput]:
     """The sum to differentiate, and all of the output."""
     output = self.loss_fn(model, batch)
@@ -409,9 +408,9 @@ class _Hook:
     for name in RESERVED_METRICS:
       if name in output.aux_metrics:
         raise checks.fail(
-            ValueError,
-            f"aux_metrics must not use the trainer's names {RESERVED_METRICS}",
-            repr(name),
+          ValueError,
+          f"aux_metrics must not use the trainer's names {RESERVED_METRICS}",
+          repr(name),
         )
     return output.primary_loss.unreduced_sum, output
 
@@ -421,42 +420,42 @@ def _check_trainer(trainer: Any) -> int:
   for name in TRAINER_ATTRIBUTES:
     if not hasattr(trainer, name):
       raise checks.fail(
-          ValueError,
-          f"trainer must be a Tunix PeftTrainer with attribute {name!r}",
-          f"{type(trainer).__name__} without it",
+        ValueError,
+        f"trainer must be a Tunix PeftTrainer with attribute {name!r}",
+        f"{type(trainer).__name__} without it",
       )
   parameters = list(inspect.signature(trainer._train_step).parameters)
   if parameters != ["model", "optimizer", "inputs"]:
     raise checks.fail(
-        ValueError,
-        "trainer._train_step must take (model, optimizer, inputs), as in"
-        " google-tunix 0.1.7",
-        f"({', '.join(parameters)})",
+      ValueError,
+      "trainer._train_step must take (model, optimizer, inputs), as in"
+      " google-tunix 0.1.7",
+      f"({', '.join(parameters)})",
     )
   hook = vars(trainer).get("_diffusion_objective")
   if hook is not None and hook.is_training:
     raise checks.fail(
-        ValueError,
-        "an objective must be configured outside train()",
-        "a trainer inside train()",
+      ValueError,
+      "an objective must be configured outside train()",
+      "a trainer inside train()",
     )
   steps = trainer.config.gradient_accumulation_steps
   is_windowed = isinstance(trainer.optimizer.tx, optax.MultiSteps)
   nested = _count_accumulators(trainer.optimizer.opt_state)
   if nested != int(steps is not None) or is_windowed != (steps is not None):
     raise checks.fail(
-        ValueError,
-        "the optimizer must accumulate by gradient_accumulation_steps alone,"
-        " through the trainer's own optax.MultiSteps",
-        f"gradient_accumulation_steps={steps} and {nested} optax.MultiSteps",
+      ValueError,
+      "the optimizer must accumulate by gradient_accumulation_steps alone,"
+      " through the trainer's own optax.MultiSteps",
+      f"gradient_accumulation_steps={steps} and {nested} optax.MultiSteps",
     )
   steps = steps or 1
   if trainer.iter_steps % steps:
     raise checks.fail(
-        ValueError,
-        "an objective must be configured at the edge of an accumulation"
-        f" window, iter_steps a multiple of {steps}",
-        f"iter_steps={trainer.iter_steps}",
+      ValueError,
+      "an objective must be configured at the edge of an accumulation"
+      f" window, iter_steps a multiple of {steps}",
+      f"iter_steps={trainer.iter_steps}",
     )
   return steps
 
@@ -473,9 +472,9 @@ def _count_accumulators(opt_state: Any) -> int:
       pending.append(node.inner_opt_state)
     else:
       pending.extend(
-          leaf
-          for leaf in jax.tree.leaves(node, is_leaf=is_accumulator)
-          if is_accumulator(leaf)
+        leaf
+        for leaf in jax.tree.leaves(node, is_leaf=is_accumulator)
+        if is_accumulator(leaf)
       )
   return found
 
@@ -493,16 +492,16 @@ def _install(trainer: Any, hook: _Hook) -> None:
 
   def check_ours():
     for name, ours in (
-        ("loss_fn", scalar_loss),
-        ("eval_loss_fn", scalar_loss),
-        ("gen_model_input_fn", unchanged),
+      ("loss_fn", scalar_loss),
+      ("eval_loss_fn", scalar_loss),
+      ("gen_model_input_fn", unchanged),
     ):
       if getattr(trainer, name) is not ours:
         raise checks.fail(
-            ValueError,
-            f"trainer.{name} must be the configured objective's (configure"
-            " again instead of setting it)",
-            repr(getattr(trainer, name)),
+          ValueError,
+          f"trainer.{name} must be the configured objective's (configure"
+          " again instead of setting it)",
+          repr(getattr(trainer, name)),
         )
 
   def prepare_inputs(item):
@@ -514,17 +513,17 @@ def _install(trainer: Any, hook: _Hook) -> None:
 
   def train_step(model, optimizer, inputs):
     differentiable = (
-        nnx.DiffState(0, nnx.LoRAParam) if trainer._lora_enabled else 0
+      nnx.DiffState(0, nnx.LoRAParam) if trainer._lora_enabled else 0
     )
     (_, output), gradients = nnx.value_and_grad(
-        hook.loss_and_output, argnums=differentiable, has_aux=True
+      hook.loss_and_output, argnums=differentiable, has_aux=True
     )(model, inputs)
     norm = _update(
-        model,
-        optimizer,
-        gradients,
-        output.primary_loss.denominator,
-        hook.accumulation_steps,
+      model,
+      optimizer,
+      gradients,
+      output.primary_loss.denominator,
+      hook.accumulation_steps,
     )
     return output.primary_loss.compute(), output, norm
 
@@ -583,11 +582,11 @@ def _install(trainer: Any, hook: _Hook) -> None:
 
 
 def _update(
-    model: nnx.Module,
-    optimizer: nnx.Optimizer,
-    gradients: nnx.State,
-    denominator: jax.Array,
-    accumulation_steps: int,
+  model: nnx.Module,
+  optimizer: Any,
+  gradients: nnx.State,
+  denominator: jax.Array,
+  accumulation_steps: int,
 ) -> jax.Array:
   """Adds a micro-batch to the window; on the last one, updates the model.
 
@@ -608,9 +607,9 @@ def _update(
 
   def apply(sums, total, inner):
     mean = jax.tree.map(
-        lambda leaf, like: _divide(leaf, total).astype(like.dtype),
-        sums,
-        gradients,
+      lambda leaf, like: _divide(leaf, total).astype(like.dtype),
+      sums,
+      gradients,
     )
     updates, new = transform.update(mean, inner, params)
     # A transformation may promote its state; the state's dtypes are kept.
@@ -628,30 +627,30 @@ def _update(
     total = optimizer.accumulated_denominator
     total[...] += denominator.astype(jnp.float32)
     sums = jax.tree.map(
-        lambda acc, gradient: acc + gradient.astype(acc.dtype),
-        state.acc_grads,
-        gradients,
+      lambda acc, gradient: acc + gradient.astype(acc.dtype),
+      state.acc_grads,
+      gradients,
     )
     params, inner, norm = jax.lax.cond(
-        is_last, apply, wait, sums, total[...], inner
+      is_last, apply, wait, sums, total[...], inner
     )
     state = state._replace(
-        acc_grads=jax.tree.map(lambda x: jnp.where(is_last, 0, x), sums)
+      acc_grads=jax.tree.map(lambda x: jnp.where(is_last, 0, x), sums)
     )
     total[...] = jnp.where(is_last, 0, total[...])
   if is_multi:
     inner = state._replace(
-        mini_step=(state.mini_step + 1) % accumulation_steps,
-        gradient_step=state.gradient_step + is_last.astype(jnp.int32),
-        inner_opt_state=inner,
+      mini_step=(state.mini_step + 1) % accumulation_steps,
+      gradient_step=state.gradient_step + is_last.astype(jnp.int32),
+      inner_opt_state=inner,
     )
   _assign(optimizer.opt_state, inner)
   optimizer.step[...] += 1
   nnx.update(
-      model,
-      jax.tree.unflatten(
-          jax.tree.structure(params_state), jax.tree.leaves(params)
-      ),
+    model,
+    jax.tree.unflatten(
+      jax.tree.structure(params_state), jax.tree.leaves(params)
+    ),
   )
   return norm
 
@@ -675,28 +674,23 @@ def _arrays(tree: Any) -> Any:
 def _assign(variables: Any, values: Any) -> None:
   """Writes arrays into a tree of variables of the same structure."""
   for variable, value in zip(
-      jax.tree.leaves(variables, is_leaf=_is_variable),
-      jax.tree.leaves(values),
-      strict=True,
+    jax.tree.leaves(variables, is_leaf=_is_variable),
+    jax.tree.leaves(values),
+    strict=True,
   ):
     variable[...] = value
 
 
-def _reset_window(optimizer: nnx.Optimizer, accumulation_steps: int) -> None:
+def _reset_window(optimizer: Any, accumulation_steps: int) -> None:
   """Starts a window; one restored from within a window starts anew."""
   if not isinstance(optimizer.tx, optax.MultiSteps):
     return
   window = optimizer.opt_state
   for tree in (window.mini_step, window.acc_grads):
-    _assign(
-        tree,
-        jax.tree.map(
-            lambda x: jnp.zeros_like(x, device=x.sharding), _arrays(tree)
-        ),
-    )
+    _assign(tree, jax.tree.map(jnp.zeros_like, _arrays(tree)))
   if accumulation_steps > 1:
     optimizer.accumulated_denominator = AccumulatedDenominator(
-        jnp.zeros((), jnp.float32)
+      jnp.zeros((), jnp.float32)
     )
 
 
@@ -722,20 +716,17 @@ def _check_divides(batch: Any, axes: tuple[Any, ...]) -> None:
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     if np.ndim(leaf) and leaf.shape[0] % size:
       raise checks.fail(
-          ValueError,
-          f"the batch axis must divide over the mesh axes {names} of total"
-          f" size {size}",
-          f"batch{jax.tree_util.keystr(path)} of shape {leaf.shape}",
+        ValueError,
+        f"the batch axis must divide over the mesh axes {names} of total"
+        f" size {size}",
+        f"batch{jax.tree_util.keystr(path)} of shape {leaf.shape}",
       )
 
 
 def _ratio(metrics: list[outputs.WeightedMetric]) -> np.float64:
   """Sum over sum, in float64; 0 where the denominators add up to 0."""
-  total = np.float64(0)
-  denominator = np.float64(0)
-  for metric in metrics:
-    total += np.asarray(metric.unreduced_sum, np.float64)
-    denominator += np.asarray(metric.denominator, np.float64)
+  total = np.sum([np.float64(m.unreduced_sum) for m in metrics])
+  denominator = np.sum([np.float64(m.denominator) for m in metrics])
   return np.float64(0) if denominator == 0 else total / denominator
 
 
@@ -779,6 +770,6 @@ class _EvalHooks:
   def on_eval_step_end(self, train_ctx, eval_loss):
     del eval_loss  # a sum of means
     exact = self._trainer.metrics_logger.get_metric_history(
-        self._trainer.metrics_prefix, "loss", "eval"
+      self._trainer.metrics_prefix, "loss", "eval"
     )[-1]
     self._hooks.on_eval_step_end(train_ctx, exact)

@@ -1,0 +1,37 @@
+# Each target does all its set-up from nothing: an environment in $(VENV).
+PYTHON ?= python3
+VENV ?= .venv
+# Pins for a whole environment, e.g. CONSTRAINTS=constraints/floor.txt.
+CONSTRAINTS ?=
+# Arguments of pytest or of the demonstration, e.g. ARGS="-k laws".
+ARGS ?=
+RUN := $(VENV)/bin/python -m
+
+.PHONY: test demo lint types bench clean
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), sys.version'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) pip install --quiet --upgrade pip
+	$(RUN) pip install --quiet --editable '.[dev]' \
+	  $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+	touch $@
+
+test: $(VENV)/installed
+	$(RUN) pytest --numprocesses 2 --dist worksteal $(ARGS)
+
+demo: $(VENV)/installed
+	$(RUN) diffusion_objectives.demo $(ARGS)
+
+lint: $(VENV)/installed
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+
+types: $(VENV)/installed
+	$(RUN) mypy
+
+bench: $(VENV)/installed
+	$(RUN) benchmarks.hook_overhead $(ARGS)
+
+clean:
+	rm -rf .venv* .pytest_cache .mypy_cache .ruff_cache .hypothesis
