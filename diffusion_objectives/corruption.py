@@ -146,7 +146,8 @@ def stratified_times(
     raise checks.fail(ValueError, "batch_size must be positive", batch_size)
   low = _min_time(min_time)
   stratum_key, uniform_key = jax.random.split(key)
-  strata = jax.random.permutation(stratum_key, int(batch_size))
+  batch_size = int(batch_size)
+  strata = jax.random.permutation(stratum_key, batch_size)
   uniform = jax.random.uniform(uniform_key, (batch_size,), jnp.float32)
   unit = (strata.astype(jnp.float32) + uniform) / batch_size
   return 1 - (1 - low) * (1 - unit)  # never above 1 by rounding
@@ -296,7 +297,7 @@ def _check_tokens(
     raise checks.fail(
       TypeError, "mask_id must be an integer", checks.describe(mask_id)
     )
-  ids = jnp.asarray(token_ids)
+  ids = _saturated(token_ids)
   bounds = jnp.iinfo(ids.dtype)
   if not max(0, bounds.min) <= mask_id <= bounds.max:
     raise checks.fail(
@@ -305,3 +306,13 @@ def _check_tokens(
       mask_id,
     )
   return ids, jnp.asarray(is_supervised), int(mask_id)
+
+
+def _saturated(ids: jax.Array | np.ndarray) -> jax.Array:
+  """`ids` as JAX's array; what it narrows is saturated, never wrapped."""
+  if isinstance(ids, np.ndarray):
+    dtype = jnp.asarray(ids[:0]).dtype
+    if dtype != ids.dtype:
+      bounds = np.iinfo(dtype)
+      ids = np.clip(ids, bounds.min, bounds.max).astype(dtype)
+  return jnp.asarray(ids)

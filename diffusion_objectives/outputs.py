@@ -63,6 +63,16 @@ class LossOutput:
   Raises:
     TypeError: `primary_loss` is no `WeightedMetric`, or `aux_metrics` no
       mapping from strings to `WeightedMetric`.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> def metric(total, count):
+    ...   return WeightedMetric(unreduced_sum=jnp.float32(total),
+    ...                         denominator=jnp.float32(count))
+    >>> output = LossOutput(primary_loss=metric(3.0, 2.0),
+    ...                     aux_metrics={"accuracy": metric(1.0, 4.0)})
+    >>> float(output.aux_metrics["accuracy"].compute())
+    0.25
   """
 
   primary_loss: WeightedMetric

@@ -33,6 +33,7 @@ from diffusion_objectives import batches
 from diffusion_objectives import outputs
 from diffusion_objectives._core import checks
 from diffusion_objectives._core import numerics
+from diffusion_objectives._core import pytree
 from diffusion_objectives.objectives import cross_entropy
 from diffusion_objectives.objectives import distillation
 
@@ -52,6 +53,7 @@ TRAINER_ATTRIBUTES = (
   "iter_steps",
   "training_hooks",
   "metrics_logger",
+  "metrics_prefix",
   "loss_fn",
   "eval_loss_fn",
   "gen_model_input_fn",
@@ -389,6 +391,18 @@ class _Preparation:
     return batch
 
 
+@pytree.record
+class _MicroBatch:
+  """A batch and whether it ends its window, known to the compiler.
+
+  So there are two compiled steps, one that adds gradients and one that updates,
+  and neither carries the other's cost.
+  """
+
+  batch: Any
+  is_last: bool = dataclasses.field(metadata={"static": True})
+
+
 @dataclasses.dataclass(eq=False)
 class _Hook:
   """One configured objective, and whether its trainer is inside `train()`."""
@@ -509,7 +523,8 @@ def _install(trainer: Any, hook: _Hook) -> None:
     if hook.check_values and hasattr(batch, "check_values"):
       batch.check_values()
     _check_divides(batch, trainer.config.data_sharding_axis)
-    return batch
+    ends = (trainer.iter_steps + 1) % hook.accumulation_steps == 0
+    return _MicroBatch(batch=batch, is_last=ends)
 
   def train_step(model, optimizer, inputs):
     differentiable = (
@@ -517,18 +532,18 @@ def _install(trainer: Any, hook: _Hook) -> None:
     )
     (_, output), gradients = nnx.value_and_grad(
       hook.loss_and_output, argnums=differentiable, has_aux=True
-    )(model, inputs)
-    norm = _update(
+    )(model, inputs.batch)
+    norm = _step(
       model,
       optimizer,
       gradients,
       output.primary_loss.denominator,
-      hook.accumulation_steps,
+      inputs.is_last,
     )
     return output.primary_loss.compute(), output, norm
 
   def eval_step(model, inputs):
-    return scalar_loss(model, inputs)
+    return scalar_loss(model, inputs.batch)
 
   def create_train_step():
     check_ours()
@@ -581,78 +596,64 @@ def _install(trainer: Any, hook: _Hook) -> None:
 # The update.
 
 
-def _update(
+def _step(
   model: nnx.Module,
   optimizer: Any,
   gradients: nnx.State,
   denominator: jax.Array,
-  accumulation_steps: int,
+  is_last: bool,
 ) -> jax.Array:
-  """Adds a micro-batch to the window; on the last one, updates the model.
+  """Adds a micro-batch to its window; on the last one, updates the model.
 
   The window lives in the trainer's own `optax.MultiStepsState`, whose tree is
-  what checkpoints hold; `acc_grads` is the plain sum. The wrapped optimizer
-  runs on the last micro-batch alone.
+  what checkpoints hold: `acc_grads` is the plain sum of gradients. The wrapped
+  optimizer runs on the last micro-batch alone.
 
   Returns:
     The norm of the gradient that the optimizer received, 0 before the last
     micro-batch.
   """
-  params_state = nnx.state(model, optimizer.wrt)
-  params, gradients = _arrays(params_state), _arrays(gradients)
-  state = _arrays(optimizer.opt_state)
+  optimizer.step[...] += 1
+  sums, total = _arrays(gradients), denominator.astype(jnp.float32)
+  like = sums
   is_multi = isinstance(optimizer.tx, optax.MultiSteps)
-  transform = optimizer.tx.inner_opt if is_multi else optimizer.tx
-  inner = state.inner_opt_state if is_multi else state
-
-  def apply(sums, total, inner):
-    mean = jax.tree.map(
-      lambda leaf, like: _divide(leaf, total).astype(like.dtype),
-      sums,
-      gradients,
-    )
-    updates, new = transform.update(mean, inner, params)
-    # A transformation may promote its state; the state's dtypes are kept.
-    new = jax.tree.map(lambda n, old: n.astype(old.dtype), new, inner)
-    return optax.apply_updates(params, updates), new, optax.global_norm(mean)
-
-  def wait(sums, total, inner):
-    return params, inner, jnp.zeros_like(optax.global_norm(gradients))
-
-  if accumulation_steps == 1:
-    is_last = jnp.array(True)
-    params, inner, norm = apply(gradients, denominator, inner)
-  else:
-    is_last = state.mini_step == accumulation_steps - 1
-    total = optimizer.accumulated_denominator
-    total[...] += denominator.astype(jnp.float32)
+  window = optimizer.opt_state
+  if hasattr(optimizer, "accumulated_denominator"):
+    total += optimizer.accumulated_denominator[...]
     sums = jax.tree.map(
       lambda acc, gradient: acc + gradient.astype(acc.dtype),
-      state.acc_grads,
-      gradients,
+      _arrays(window.acc_grads),
+      sums,
     )
-    params, inner, norm = jax.lax.cond(
-      is_last, apply, wait, sums, total[...], inner
-    )
-    state = state._replace(
-      acc_grads=jax.tree.map(lambda x: jnp.where(is_last, 0, x), sums)
-    )
-    total[...] = jnp.where(is_last, 0, total[...])
+    kept = (sums, total) if not is_last else _zeros((sums, total))
+    _assign(window.acc_grads, kept[0])
+    optimizer.accumulated_denominator[...] = kept[1]
+    if not is_last:
+      window.mini_step[...] += 1
+      return jnp.zeros_like(total)
+    window.mini_step[...] = jnp.zeros_like(window.mini_step[...])
   if is_multi:
-    inner = state._replace(
-      mini_step=(state.mini_step + 1) % accumulation_steps,
-      gradient_step=state.gradient_step + is_last.astype(jnp.int32),
-      inner_opt_state=inner,
-    )
-  _assign(optimizer.opt_state, inner)
-  optimizer.step[...] += 1
-  nnx.update(
-    model,
-    jax.tree.unflatten(
-      jax.tree.structure(params_state), jax.tree.leaves(params)
-    ),
+    window.gradient_step[...] += 1
+
+  mean = jax.tree.map(
+    lambda leaf, gradient: _divide(leaf, total).astype(gradient.dtype),
+    sums,
+    like,
   )
-  return norm
+  variables = window.inner_opt_state if is_multi else window
+  transform = optimizer.tx.inner_opt if is_multi else optimizer.tx
+  params_state = nnx.state(model, optimizer.wrt)
+  params, state = _arrays(params_state), _arrays(variables)
+  updates, new_state = transform.update(mean, state, params)
+  # A transformation may promote its state; the state's dtypes are kept.
+  _assign(
+    variables,
+    jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state),
+  )
+  new_params = optax.apply_updates(params, updates)
+  structure = jax.tree.structure(params_state)
+  nnx.update(model, structure.unflatten(jax.tree.leaves(new_params)))
+  return optax.global_norm(mean)
 
 
 def _divide(total: jax.Array, denominator: jax.Array) -> jax.Array:
@@ -671,6 +672,10 @@ def _arrays(tree: Any) -> Any:
   return jax.tree.map(lambda v: v[...], tree, is_leaf=_is_variable)
 
 
+def _zeros(tree: Any) -> Any:
+  return jax.tree.map(jnp.zeros_like, tree)
+
+
 def _assign(variables: Any, values: Any) -> None:
   """Writes arrays into a tree of variables of the same structure."""
   for variable, value in zip(
@@ -687,7 +692,7 @@ def _reset_window(optimizer: Any, accumulation_steps: int) -> None:
     return
   window = optimizer.opt_state
   for tree in (window.mini_step, window.acc_grads):
-    _assign(tree, jax.tree.map(jnp.zeros_like, _arrays(tree)))
+    _assign(tree, _zeros(_arrays(tree)))
   if accumulation_steps > 1:
     optimizer.accumulated_denominator = AccumulatedDenominator(
       jnp.zeros((), jnp.float32)
@@ -712,6 +717,12 @@ def _check_divides(batch: Any, axes: tuple[Any, ...]) -> None:
   if mesh.empty or not axes or axes[0] is None:
     return
   names = axes[0] if isinstance(axes[0], tuple) else (axes[0],)
+  if not set(names) <= set(mesh.shape):
+    raise checks.fail(
+      ValueError,
+      f"data_sharding_axis must name axes of the mesh {tuple(mesh.shape)}",
+      repr(names),
+    )
   size = int(np.prod([mesh.shape[name] for name in names]))
   for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
     if np.ndim(leaf) and leaf.shape[0] % size:

@@ -330,8 +330,9 @@ def test_dtypes_of_parameters_and_optimizer_state_survive(steps):
   assert dtypes() == before
 
 
-def test_the_step_is_compiled_once():
-  trainer = make_trainer(steps=2)
+@pytest.mark.parametrize(("steps", "executables"), [(None, 1), (3, 2)])
+def test_a_step_is_compiled_once_and_its_update_once(steps, executables):
+  trainer = make_trainer(steps=steps)
   traces = []
 
   def logits_fn(model, model_inputs):
@@ -339,9 +340,9 @@ def test_the_step_is_compiled_once():
     return tunix.model_logits(model, model_inputs)
 
   tunix.configure_diffusion_sft(trainer, logits_fn=logits_fn)
-  trainer.train(unequal(8, token_batch))
-  # The vocabulary's size by eval_shape, and the compiled step.
-  assert len(traces) == 2
+  trainer.train(unequal(9, token_batch))
+  # The vocabulary's size by eval_shape comes first.
+  assert len(traces) == 1 + executables
 
 
 # Refusals.
@@ -625,9 +626,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
 
 def test_a_mini_step_restored_from_within_a_window_is_reset(tmp_path):
   data = unequal(8, token_batch)
-  rarely = ocp.CheckpointManagerOptions(
-    should_save_fn=lambda step, last: False
-  )
+  rarely = ocp.CheckpointManagerOptions(should_save_fn=lambda step, last: False)
   trainer = checkpointed(tmp_path, checkpointing_options=rarely)
   tunix.configure_diffusion_sft(trainer)
   trainer.train(data[:3])  # a forced last save, one batch into a window
