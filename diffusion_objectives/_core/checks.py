@@ -29,7 +29,9 @@ def describe(value: object) -> str:
 
 def is_array(value: object) -> bool:
   """Whether `value` is a JAX or NumPy array, a tracer or an abstract array."""
-  return isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
+  return isinstance(
+    value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+  )
 
 
 def is_concrete(*values: object) -> bool:
@@ -176,8 +178,12 @@ def instance(name: str, value: Any, kind: type) -> None:
 
 def mapping(name: str, value: Any, kind: type) -> None:
   """Checks a mapping from strings to `kind`."""
-  if not isinstance(value, Mapping):
-    raise fail(TypeError, f"{name} must be a mapping", describe(value))
+  if not isinstance(value, Mapping) or jax.tree_util.all_leaves([value]):
+    raise fail(
+      TypeError,
+      f"{name} must be a mapping that is a pytree, such as a dict",
+      describe(value),
+    )
   for key, item in value.items():
     if not isinstance(key, str):
       raise fail(TypeError, f"{name} must have string keys", describe(key))

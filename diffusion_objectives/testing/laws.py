@@ -480,6 +480,7 @@ def violations(
   ),
   uses_targets: bool = True,
   seeds: Iterable[int] = (0,),
+  max_examples: int = 25,
 ) -> list[dict[str, Exception]]:
   """The laws that an objective breaks, by name, at fixed seeds.
 
@@ -488,6 +489,7 @@ def violations(
   Args:
     loss, oracle, build, poison, uses_targets: as for `suite`.
     seeds: of the drawn cases; the objective is compiled once for all.
+    max_examples: of each law at each seed.
 
   Returns:
     For each seed the first law broken, in the order of `LAWS`, and its failure;
@@ -502,6 +504,7 @@ def violations(
         law,
         subject,
         build,
+        max_examples=max_examples,
         database=None,
         phases=[hypothesis.Phase.generate],
       )

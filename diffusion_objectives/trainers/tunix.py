@@ -652,7 +652,7 @@ def _step(
   )
   new_params = optax.apply_updates(params, updates)
   structure = jax.tree.structure(params_state)
-  nnx.update(model, structure.unflatten(jax.tree.leaves(new_params)))
+  nnx.update(model, jax.tree.unflatten(structure, jax.tree.leaves(new_params)))
   return optax.global_norm(mean)
 
 
