@@ -653,7 +653,7 @@ def _step(
   new_params = optax.apply_updates(params, updates)
   structure = jax.tree.structure(params_state)
   nnx.update(model, jax.tree.unflatten(structure, jax.tree.leaves(new_params)))
-  return optax.global_norm(mean)
+  return optax.tree.norm(mean)
 
 
 def _divide(total: jax.Array, denominator: jax.Array) -> jax.Array:

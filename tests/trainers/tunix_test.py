@@ -41,7 +41,7 @@ def network(lora=False, dtype=jnp.float32):
     return model
   provider = qwix.LoraProvider(module_path=".*hidden|.*head", rank=4, alpha=2.0)
   inputs = {"input_tokens": jnp.zeros((1, LENGTH), jnp.int32)}
-  model = qwix.apply_lora_to_model(model, provider, **inputs)
+  model = qwix.apply_lora_to_model(model, provider, rngs=nnx.Rngs(1), **inputs)
   # A fresh LoRA pair has one side 0; both are given values, so both get
   # gradients.
   state = nnx.state(model, nnx.LoRAParam)
