@@ -381,7 +381,16 @@ def _token_values(
   return values
 
 
+def _as_read(array: Any) -> Any:
+  """A float64 NumPy array as a loss will read it, maybe no longer finite."""
+  if not isinstance(array, np.ndarray) or array.dtype != np.float64:
+    return array
+  with np.errstate(over="ignore"):
+    return array.astype(jax.dtypes.canonicalize_dtype(np.float64))
+
+
 def _check_values(values: dict[str, Any]) -> None:
+  values = {name: _as_read(array) for name, array in values.items()}
   on_device = []
   for index, (_, names, _) in enumerate(_VALUE_CHECKS):
     read = [values[name] for name in names if name in values]
@@ -420,11 +429,18 @@ def _check_on_host(index: int, values: dict[str, Any]) -> None:
   is_bad, names, must = _VALUE_CHECKS[index]
   arrays = {name: values[name] for name in names}
   bad = is_bad(np, **arrays)
-  if bad.any():
-    position = tuple(int(i) for i in np.argwhere(bad)[0])
-    received = arrays[names[-1]][position]
-    raise checks.fail(
-      ValueError,
-      must.format(**arrays),
-      f"{received} at {list(position)} and {int(bad.sum()) - 1} more",
-    )
+  if not bad.any():
+    return
+  position = tuple(int(i) for i in np.argwhere(bad)[0])
+  received = arrays[names[-1]][position]
+  if received.ndim:  # a teacher's row: its first entry that is not usable
+    unusable = np.isnan(received) | (received == np.inf)
+    first = int(np.argmax(unusable))
+    received = received[first] if unusable.any() else "no finite value"
+    position += (first,) if unusable.any() else ()
+  more = int(bad.sum()) - 1
+  raise checks.fail(
+    ValueError,
+    must.format(**arrays),
+    f"{received} at {list(position)}" + (f" and {more} more" if more else ""),
+  )

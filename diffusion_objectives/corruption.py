@@ -23,6 +23,7 @@ import numpy as np
 
 from diffusion_objectives import batches
 from diffusion_objectives._core import checks
+from diffusion_objectives._core import numerics
 
 MaskProbability = Callable[[jax.Array], jax.Array]
 
@@ -116,7 +117,7 @@ def stratified_times(
 
   Args:
     key: PRNG key.
-    batch_size: number of rows, at least 1.
+    batch_size: number of rows.
     min_time: the least time, in `[0, 1)`. It bounds the weight `1 / t`, at the
       cost of a bias of the bound smaller than `min_time`, relatively.
 
@@ -142,8 +143,8 @@ def stratified_times(
     raise checks.fail(
       TypeError, "batch_size must be an integer", checks.describe(batch_size)
     )
-  if batch_size < 1:
-    raise checks.fail(ValueError, "batch_size must be positive", batch_size)
+  if batch_size < 0:
+    raise checks.fail(ValueError, "batch_size must be nonnegative", batch_size)
   low = _min_time(min_time)
   stratum_key, uniform_key = jax.random.split(key)
   batch_size = int(batch_size)
@@ -177,7 +178,8 @@ def mask_bernoulli(
 
   Raises:
     TypeError: another dtype or type.
-    ValueError: another shape, or a `mask_id` that the dtype cannot hold.
+    ValueError: another shape, a `mask_id` that the dtype cannot hold, or a
+      probability outside `[0, 1]` (where it is not traced).
 
   Example:
     >>> import jax, jax.numpy as jnp
@@ -197,7 +199,18 @@ def mask_bernoulli(
       "mask_probability must have shape [batch]",
       f"{probability.shape} for token_ids {ids.shape}",
     )
-  uniform = jax.random.uniform(key, ids.shape, probability.dtype)
+  # At least float32: a coarser uniform would mask at another rate.
+  dtype = numerics.accumulation_dtype(probability.dtype)
+  probability = probability.astype(dtype)
+  if checks.is_concrete(probability):
+    is_bad = ~((probability >= 0) & (probability <= 1))
+    if is_bad.any():
+      raise checks.fail(
+        ValueError,
+        "mask_probability must be within [0, 1]",
+        probability[jnp.argmax(is_bad)],
+      )
+  uniform = jax.random.uniform(key, ids.shape, dtype)
   is_masked = (uniform < probability[:, None]) & supervised
   return jnp.where(is_masked, jnp.array(mask_id, ids.dtype), ids), is_masked
 
@@ -248,6 +261,14 @@ def masked_diffusion_batch(
 
   Source: arXiv:2406.07524, eq. 10 and section 3.5.
   """
+  for name, value in (
+    ("model_inputs", model_inputs),
+    ("mask_probability", mask_probability),
+  ):
+    if not callable(value):
+      raise checks.fail(
+        TypeError, f"{name} must be callable", checks.describe(value)
+      )
   ids, supervised, mask_id = _check_tokens(token_ids, is_supervised, mask_id)
   time_key, mask_key = jax.random.split(key)
   times = stratified_times(time_key, ids.shape[0], min_time=min_time)

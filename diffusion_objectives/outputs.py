@@ -4,6 +4,7 @@ A trainer differentiates the sum, adds sums and denominators over
 micro-batches and devices, and divides once.
 """
 
+from collections.abc import Iterable
 from collections.abc import Mapping
 from collections.abc import Sequence
 
@@ -108,7 +109,7 @@ def merge(outputs: Sequence[LossOutput]) -> LossOutput:
     >>> print(f"{merged.primary_loss.compute():.1f}")
     1.3
   """
-  outputs = list(outputs)
+  outputs = _outputs(outputs)
   if not outputs:
     raise checks.fail(ValueError, "outputs must not be empty", "0 outputs")
   names = sorted(outputs[0].aux_metrics)
@@ -155,7 +156,7 @@ def combine(
     ...       .primary_loss.compute())
     3.5
   """
-  outputs, coefficients = list(outputs), list(coefficients)
+  outputs, coefficients = _outputs(outputs), list(coefficients)
   if not outputs or len(outputs) != len(coefficients):
     raise checks.fail(
       ValueError,
@@ -192,3 +193,16 @@ def combine(
     primary_loss=WeightedMetric(unreduced_sum=total, denominator=shared),
     aux_metrics=aux_metrics,
   )
+
+
+def _outputs(outputs: Sequence[LossOutput]) -> list[LossOutput]:
+  if not isinstance(outputs, Iterable):
+    raise checks.fail(
+      TypeError,
+      "outputs must be a sequence of LossOutput",
+      checks.describe(outputs),
+    )
+  outputs = list(outputs)
+  for index, output in enumerate(outputs):
+    checks.instance(f"outputs[{index}]", output, LossOutput)
+  return outputs

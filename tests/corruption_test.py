@@ -159,7 +159,11 @@ def test_times_are_a_function_of_the_key():
 @pytest.mark.parametrize(
   ("arguments", "error", "message"),
   [
-    (dict(batch_size=0), ValueError, "batch_size must be positive; received 0"),
+    (
+      dict(batch_size=-1),
+      ValueError,
+      "batch_size must be nonnegative; received -1",
+    ),
     (dict(batch_size=2.0), TypeError, "batch_size must be an integer"),
     (dict(batch_size=True), TypeError, "batch_size must be an integer"),
     (dict(min_time=1), ValueError, "min_time must be smaller than 1"),
@@ -389,13 +393,38 @@ def test_a_wide_clean_id_stays_out_of_the_vocabulary(dtype):
   assert np.all(np.asarray(batch.target_ids)[0, ::2] == [1, 3])
 
 
-def test_a_batch_without_rows_is_refused():
-  with pytest.raises(ValueError, match="batch_size must be positive"):
-    corruption.masked_diffusion_batch(
+def test_a_batch_may_have_no_rows():
+  batch = corruption.masked_diffusion_batch(
+    jax.random.key(0),
+    np.zeros((0, 3), np.int32),
+    np.zeros((0, 3), bool),
+    mask_id=7,
+  )
+  assert batch.loss_weights.shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_narrow_probabilities_mask_at_their_own_rate(dtype):
+  """A uniform drawn in bfloat16 masks 8 times too often at 1e-3."""
+  probability = jnp.full((400,), 1e-3, dtype)
+  ids = jnp.zeros((400, 1000), jnp.int32)
+  _, is_masked = corruption.mask_bernoulli(
+    jax.random.key(0), ids, jnp.ones(ids.shape, bool), probability, mask_id=1
+  )
+  expected = float(probability[0])
+  deviation = (expected / ids.size) ** 0.5
+  assert abs(float(is_masked.mean()) - expected) < 5 * deviation
+
+
+@pytest.mark.parametrize("probability", [-0.1, 1.5, np.nan])
+def test_a_probability_outside_0_to_1_is_refused(probability):
+  with pytest.raises(ValueError, match=r"within \[0, 1\]; received"):
+    corruption.mask_bernoulli(
       jax.random.key(0),
-      np.zeros((0, 3), np.int32),
-      np.ones((0, 3), bool),
-      mask_id=7,
+      np.zeros((1, 3), np.int32),
+      np.ones((1, 3), bool),
+      np.full((1,), probability, np.float32),
+      mask_id=1,
     )
 
 

@@ -31,7 +31,7 @@ def is_array(value: object) -> bool:
   """Whether `value` is a JAX or NumPy array, a tracer or an abstract array."""
   return isinstance(
     value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-  )
+  ) and not isinstance(value, np.ma.MaskedArray)
 
 
 def is_concrete(*values: object) -> bool:
@@ -147,7 +147,8 @@ def finite_real(
 
   Raises:
     TypeError: not a real number (a boolean, a string, a device array).
-    ValueError: not finite, or outside the asked range.
+    ValueError: not finite, outside the asked range, or too large or too small
+      to be a normal float32 number, in which losses are computed.
   """
   if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
     raise fail(
@@ -160,6 +161,25 @@ def finite_real(
     raise fail(ValueError, f"{name} must be positive", value)
   if nonnegative and number < 0:
     raise fail(ValueError, f"{name} must be nonnegative", value)
+  return _normal(name, number)
+
+
+def temperature(value: Any) -> float:
+  """Checks a temperature, whose square scales a loss, as `finite_real` does."""
+  number = finite_real("temperature", value, positive=True)
+  _normal("the square of temperature", number * number)
+  return number
+
+
+def _normal(name: str, number: float) -> float:
+  tiny = float(np.finfo(np.float32).tiny)
+  largest = float(np.finfo(np.float32).max)
+  if number and not tiny <= abs(number) <= largest:
+    raise fail(
+      ValueError,
+      f"{name} must be within float32, {tiny:.1e} to {largest:.1e}",
+      number,
+    )
   return number
 
 

@@ -75,8 +75,8 @@ def log_softmax(
 ) -> tuple[jax.Array, jax.Array]:
   """`log softmax(z / T)` over the last axis, and its exponential.
 
-  The maximum is subtracted before the division, so that no finite logit
-  overflows. A row with NaN, with +inf or without a finite logit is NaN.
+  The maximum is subtracted before the division, so that a small temperature
+  does not overflow. A row with NaN, with +inf or without a finite logit is NaN.
   """
   shifted = (logits - jnp.max(logits, axis=-1, keepdims=True)) / temperature
   log_probs = shifted - jnp.log(
@@ -136,6 +136,12 @@ def _exp_minus_tangent(d: jax.Array) -> jax.Array:
   return d * d / 2 * tail
 
 
+def _difference(p: jax.Array, q: jax.Array, d: jax.Array) -> jax.Array:
+  """`q - p`, as `p (exp(d) - 1)` where that keeps more digits."""
+  is_small = (jnp.abs(d) < 1) & (p != 0)
+  return jnp.where(is_small, p * jnp.expm1(jnp.where(is_small, d, 0)), q - p)
+
+
 def _forward_kl_parts(
   teacher: jax.Array, student: jax.Array, temperature: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -145,8 +151,8 @@ def _forward_kl_parts(
   t, s = jnp.where(p == 0, 0, teacher), jnp.where(p == 0, 0, student)
   top_t = jnp.max(teacher, axis=-1, keepdims=True)
   top_s = jnp.max(student, axis=-1, keepdims=True)
-  # Rounding in d that is common to a row counts in second order only, so what
-  # matters is the difference of the logits. That of near rows is exact.
+  # The differences of near rows are exact; those of far ones lose less when
+  # each row is shifted first.
   offset = top_s - top_t
   difference = jnp.where(
     jnp.abs(offset) < 8, (s - t) - offset, (s - top_s) - (t - top_t)
@@ -155,7 +161,10 @@ def _forward_kl_parts(
   log_sums = jnp.max(log_q, axis=-1, keepdims=True) - jnp.max(
     log_p, axis=-1, keepdims=True
   )
-  return p, q, jnp.where(p == 0, 0, difference / temperature + log_sums)
+  d = jnp.where(p == 0, 0, difference / temperature + log_sums)
+  # What rounding is common to a row's d shows in sum (q - p), which is 0.
+  common = jnp.sum(_difference(p, q, d), axis=-1, keepdims=True)
+  return p, q, jnp.where(p == 0, 0, d - common)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -186,13 +195,10 @@ def token_forward_kl(
 def _token_forward_kl_jvp(temperature, primals, tangents):
   teacher, student = primals
   p, q, d = _forward_kl_parts(teacher, student, temperature)
-  is_small = (jnp.abs(d) < 1) & (p != 0)
-  difference = jnp.where(
-    is_small, p * jnp.expm1(jnp.where(is_small, d, 0)), q - p
-  )
+  gradient = _difference(p, q, d) / temperature
   return (
     token_forward_kl(teacher, student, temperature),
-    jnp.sum(difference * tangents[1], axis=-1) / temperature,
+    jnp.sum(gradient * tangents[1], axis=-1),
   )
 
 

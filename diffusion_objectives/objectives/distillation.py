@@ -80,7 +80,7 @@ def forward_kl_loss(
 
   Source: arXiv:1503.02531, section 2.
   """
-  temperature = checks.finite_real("temperature", temperature, positive=True)
+  temperature = checks.temperature(temperature)
   scale = checks.boolean(
     "scale_by_temperature_squared", scale_by_temperature_squared
   )
@@ -201,7 +201,7 @@ def check_opd_hyper_parameters(
 ) -> OPDHyperParameters:
   """Checks and returns the hyper-parameters of `prepared_opd_loss`."""
   checked = OPDHyperParameters(
-    checks.finite_real("temperature", temperature, positive=True),
+    checks.temperature(temperature),
     checks.finite_real("soft_loss_weight", soft_loss_weight, nonnegative=True),
     checks.finite_real("hard_loss_weight", hard_loss_weight, nonnegative=True),
   )

@@ -235,7 +235,7 @@ def configure_diffusion_sft(
   batches.check_unit(denominator)
   prepare = _Preparation(
     kind=batches.DiffusionTokenBatch,
-    model=getattr(trainer, "model", None),
+    trainer=trainer,
     batch_adapter=batch_adapter,
     logits_fn=logits_fn or model_logits,
     denominator=denominator,
@@ -321,7 +321,7 @@ def configure_prepared_diffusion_opd(
   )
   prepare = _Preparation(
     kind=batches.DiffusionDistillationBatch,
-    model=getattr(trainer, "model", None),
+    trainer=trainer,
     batch_adapter=batch_adapter,
     logits_fn=student_logits_fn or model_logits,
     denominator=denominator,
@@ -350,7 +350,7 @@ class _Preparation:
   """From an item of the data set to a checked token batch."""
 
   kind: type
-  model: Any
+  trainer: Any
   batch_adapter: BatchAdapter | None
   logits_fn: LogitsFn
   denominator: str | None
@@ -369,7 +369,12 @@ class _Preparation:
 
   def __call__(self, item: Any) -> Any:
     batch = self.batch_adapter(item) if self.batch_adapter else item
-    checks.instance("the batch_adapter's result", batch, self.kind)
+    source = (
+      "the batch_adapter's result"
+      if self.batch_adapter
+      else "an item of the data set (there is no batch_adapter)"
+    )
+    checks.instance(source, batch, self.kind)
     tokens = (
       batch if self.kind is batches.DiffusionTokenBatch else batch.student_batch
     )
@@ -382,7 +387,9 @@ class _Preparation:
         f"one of unit {unit!r}",
       )
     if self.vocabulary_size is None:
-      logits = nnx.eval_shape(self.logits_fn, self.model, tokens.model_inputs)
+      logits = nnx.eval_shape(
+        self.logits_fn, self.trainer.model, tokens.model_inputs
+      )
       batches.check_logits("logits", logits, tokens)
       self.vocabulary_size = logits.shape[-1]
     if self.check_values:
@@ -509,6 +516,7 @@ def _install(trainer: Any, hook: _Hook) -> None:
       ("loss_fn", scalar_loss),
       ("eval_loss_fn", scalar_loss),
       ("gen_model_input_fn", unchanged),
+      ("_prepare_inputs", prepare_inputs),
     ):
       if getattr(trainer, name) is not ours:
         raise checks.fail(
@@ -559,9 +567,11 @@ def _install(trainer: Any, hook: _Hook) -> None:
     _buffer(buffer, output)
     # The last micro-batch's norm is that of the applied gradient.
     del buffer.additional_metrics["grad_norm"][0][:-1]
+    cls._post_process_train_step(trainer, output)
 
   def post_process_eval_step(output):
     _buffer(trainer._buffered_eval_metrics, output)
+    cls._post_process_eval_step(trainer, output)
 
   def run_eval(eval_ds, eval_step_fn):
     hooks = trainer.training_hooks
@@ -669,7 +679,12 @@ def _is_variable(node: Any) -> bool:
 
 
 def _arrays(tree: Any) -> Any:
-  return jax.tree.map(lambda v: v[...], tree, is_leaf=_is_variable)
+  """The values of a tree of variables.
+
+  A value need not be an array: `optax.masked` leaves an empty node where a
+  parameter has no state.
+  """
+  return jax.tree.map(lambda v: v.get_value(), tree, is_leaf=_is_variable)
 
 
 def _zeros(tree: Any) -> Any:
@@ -677,13 +692,13 @@ def _zeros(tree: Any) -> Any:
 
 
 def _assign(variables: Any, values: Any) -> None:
-  """Writes arrays into a tree of variables of the same structure."""
-  for variable, value in zip(
-    jax.tree.leaves(variables, is_leaf=_is_variable),
-    jax.tree.leaves(values),
-    strict=True,
-  ):
-    variable[...] = value
+  """Writes values into a tree of variables of the same structure."""
+  jax.tree.map(
+    lambda variable, value: variable.set_value(value),
+    variables,
+    values,
+    is_leaf=_is_variable,
+  )
 
 
 def _reset_window(optimizer: Any, accumulation_steps: int) -> None:
@@ -714,24 +729,26 @@ def _place_denominator(optimizer: nnx.Optimizer) -> None:
 def _check_divides(batch: Any, axes: tuple[Any, ...]) -> None:
   """Refuses a batch that Tunix would replicate instead of sharding."""
   mesh = pxla.thread_resources.env.physical_mesh
-  if mesh.empty or not axes or axes[0] is None:
+  if mesh.empty:
     return
-  names = axes[0] if isinstance(axes[0], tuple) else (axes[0],)
-  if not set(names) <= set(mesh.shape):
-    raise checks.fail(
-      ValueError,
-      f"data_sharding_axis must name axes of the mesh {tuple(mesh.shape)}",
-      repr(names),
-    )
-  size = int(np.prod([mesh.shape[name] for name in names]))
-  for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-    if np.ndim(leaf) and leaf.shape[0] % size:
+  for axis, entry in enumerate(axes):
+    names = entry if isinstance(entry, tuple) else (entry,)
+    names = tuple(name for name in names if name is not None)
+    if not set(names) <= set(mesh.shape):
       raise checks.fail(
         ValueError,
-        f"the batch axis must divide over the mesh axes {names} of total"
-        f" size {size}",
-        f"batch{jax.tree_util.keystr(path)} of shape {leaf.shape}",
+        f"data_sharding_axis must name axes of the mesh {tuple(mesh.shape)}",
+        repr(names),
       )
+    size = int(np.prod([mesh.shape[name] for name in names]))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+      if np.ndim(leaf) >= len(axes) and leaf.shape[axis] % size:
+        raise checks.fail(
+          ValueError,
+          f"axis {axis} of the batch must divide over the mesh axes {names} of"
+          f" total size {size}",
+          f"batch{jax.tree_util.keystr(path)} of shape {leaf.shape}",
+        )
 
 
 def _ratio(metrics: list[outputs.WeightedMetric]) -> np.float64:

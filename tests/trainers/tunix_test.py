@@ -345,6 +345,40 @@ def test_a_step_is_compiled_once_and_its_update_once(steps, executables):
   assert len(traces) == 1 + executables
 
 
+@pytest.mark.parametrize("steps", [None, 2])
+def test_parameters_may_be_frozen_by_the_optimizer(steps):
+  """`optax.multi_transform` keeps empty nodes where a part has no state."""
+
+  def labels(params):
+    return jax.tree_util.tree_map_with_path(
+      lambda path, _: "no" if "embed" in jax.tree_util.keystr(path) else "yes",
+      params,
+    )
+
+  def optimizer():
+    return optax.multi_transform(
+      {"yes": optax.adam(1e-2), "no": optax.set_to_zero()}, labels
+    )
+
+  micro = unequal(4, token_batch)
+  trainer = make_trainer(optimizer=optimizer(), steps=steps)
+  tunix.configure_diffusion_sft(trainer)
+  start = parameters(trainer)
+  trainer.train(micro)
+  assert largest_difference(parameters(trainer), start) > 1e-3
+  np.testing.assert_array_equal(
+    *(
+      state["embed"]["embedding"][...] for state in (start, parameters(trainer))
+    )
+  )
+  if steps:
+    pairs = [concatenated(micro[:2]), concatenated(micro[2:])]
+    whole = make_trainer(optimizer=optimizer())
+    tunix.configure_diffusion_sft(whole)
+    whole.train(pairs)
+    assert largest_difference(parameters(trainer), parameters(whole)) <= 2e-6
+
+
 # Refusals.
 
 
@@ -550,11 +584,14 @@ def test_configuring_inside_a_window_is_refused():
   tunix.configure_diffusion_sft(trainer)
 
 
-def test_a_later_loss_function_is_not_ignored():
+@pytest.mark.parametrize(
+  "name", ["loss_fn", "eval_loss_fn", "gen_model_input_fn", "_prepare_inputs"]
+)
+def test_a_later_replacement_is_not_ignored(name):
   trainer = make_trainer()
   tunix.configure_diffusion_sft(trainer)
-  trainer.with_loss_fn(lambda model, batch: 0.0)
-  with pytest.raises(ValueError, match=r"trainer\.loss_fn must be"):
+  setattr(trainer, name, lambda *arguments: 0.0)
+  with pytest.raises(ValueError, match=rf"trainer\.{name} must be"):
     trainer.train(unequal(1, token_batch))
 
 
@@ -690,7 +727,9 @@ def test_a_batch_that_does_not_divide_over_the_mesh_is_refused():
   with mesh:
     trainer = make_trainer()
     tunix.configure_diffusion_sft(trainer)
-    with pytest.raises(ValueError, match="must divide over the mesh axes"):
+    with pytest.raises(
+      ValueError, match=r"must divide over the mesh axes .*; received"
+    ):
       trainer.train([token_batch(rng, rows=3)])
 
 
