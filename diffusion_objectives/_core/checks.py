@@ -29,9 +29,15 @@ def describe(value: object) -> str:
 
 def is_array(value: object) -> bool:
   """Whether `value` is a JAX or NumPy array, a tracer or an abstract array."""
-  return isinstance(
+  if isinstance(value, np.ma.MaskedArray):
+    return False
+  if isinstance(
     value, jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
-  ) and not isinstance(value, np.ma.MaskedArray)
+  ):
+    return True
+  # JAX 0.8 wraps NumPy arrays in a class of its own under some transforms.
+  is_of_jax = type(value).__module__.startswith("jax.")
+  return is_of_jax and hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def is_concrete(*values: object) -> bool:

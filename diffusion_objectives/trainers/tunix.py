@@ -624,46 +624,47 @@ def _step(
     micro-batch.
   """
   optimizer.step[...] += 1
-  sums, total = _arrays(gradients), denominator.astype(jnp.float32)
-  like = sums
   is_multi = isinstance(optimizer.tx, optax.MultiSteps)
   window = optimizer.opt_state
+  gradients = _arrays(gradients)
+  sums, total = gradients, denominator.astype(jnp.float32)
   if hasattr(optimizer, "accumulated_denominator"):
     total += optimizer.accumulated_denominator[...]
     sums = jax.tree.map(
       lambda acc, gradient: acc + gradient.astype(acc.dtype),
       _arrays(window.acc_grads),
-      sums,
+      gradients,
     )
-    kept = (sums, total) if not is_last else _zeros((sums, total))
+    kept = _zeros((sums, total)) if is_last else (sums, total)
     _assign(window.acc_grads, kept[0])
     optimizer.accumulated_denominator[...] = kept[1]
     if not is_last:
       window.mini_step[...] += 1
       return jnp.zeros_like(total)
-    window.mini_step[...] = jnp.zeros_like(window.mini_step[...])
+    _assign(window.mini_step, _zeros(_arrays(window.mini_step)))
   if is_multi:
     window.gradient_step[...] += 1
 
   mean = jax.tree.map(
     lambda leaf, gradient: _divide(leaf, total).astype(gradient.dtype),
     sums,
-    like,
+    gradients,
   )
   variables = window.inner_opt_state if is_multi else window
   transform = optimizer.tx.inner_opt if is_multi else optimizer.tx
   params_state = nnx.state(model, optimizer.wrt)
   params, state = _arrays(params_state), _arrays(variables)
   updates, new_state = transform.update(mean, state, params)
-  # A transformation may promote its state; the state's dtypes are kept.
-  _assign(
-    variables,
-    jax.tree.map(lambda new, old: new.astype(old.dtype), new_state, state),
-  )
+  _assign(variables, jax.tree.map(_like, new_state, state))
   new_params = optax.apply_updates(params, updates)
   structure = jax.tree.structure(params_state)
   nnx.update(model, jax.tree.unflatten(structure, jax.tree.leaves(new_params)))
   return optax.tree.norm(mean)
+
+
+def _like(new: jax.Array, old: jax.Array) -> jax.Array:
+  """`new` in the dtype of `old`: a transformation may promote its state."""
+  return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def _divide(total: jax.Array, denominator: jax.Array) -> jax.Array:
