@@ -107,6 +107,17 @@ def _assert_near(
   )
 
 
+def _assert_outputs_near(
+  actual: outputs.LossOutput, expected: outputs.LossOutput, magnitude: float
+) -> None:
+  """Sums to rounding, denominators to theirs, of the loss and its metrics."""
+  for name, metric in _metrics(expected).items():
+    other = _metrics(actual)[name]
+    size = max(magnitude, float(abs(metric.unreduced_sum)))
+    _assert_near(other.unreduced_sum, metric.unreduced_sum, size, name)
+    _assert_near(other.denominator, metric.denominator, 0, name)
+
+
 def _assert_same_bits(actual: Any, expected: Any, what: str) -> None:
   for one, other in zip(
     jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True
@@ -177,11 +188,7 @@ def is_additive(subject: _Subject, case: strategies.Case) -> None:
   full, _ = subject.compiled(case.prediction, case.batch)
   for parts in _splits(case):
     merged = outputs.merge([subject.compiled(*part)[0] for part in parts])
-    for name, metric in _metrics(full).items():
-      other = _metrics(merged)[name]
-      size = max(case.magnitude, float(abs(metric.unreduced_sum)))
-      _assert_near(other.unreduced_sum, metric.unreduced_sum, size, name)
-      _assert_near(other.denominator, metric.denominator, 0, name)
+    _assert_outputs_near(merged, full, case.magnitude)
 
 
 def accumulates_exactly(subject: _Subject, case: strategies.Case) -> None:
@@ -340,11 +347,8 @@ def transforms_as_a_pytree(subject: _Subject, case: strategies.Case) -> None:
     single, _ = subject.compiled(
       *jax.tree.map(lambda x, r=reverse: x[::r], (case.prediction, case.batch))
     )
-    for name, metric in _metrics(single).items():
-      other = jax.tree.map(lambda x, i=index: x[i], _metrics(mapped)[name])
-      size = max(case.magnitude, abs(float(metric.unreduced_sum)))
-      _assert_near(other.unreduced_sum, metric.unreduced_sum, size, name)
-      _assert_near(other.denominator, metric.denominator, 0, name)
+    output = jax.tree.map(lambda x, i=index: x[i], mapped)
+    _assert_outputs_near(output, single, case.magnitude)
 
 
 def sharded_equals_unsharded(subject: _Subject, case: strategies.Case) -> None:
@@ -359,11 +363,7 @@ def sharded_equals_unsharded(subject: _Subject, case: strategies.Case) -> None:
   placed = jax.device_put((case.prediction, case.batch), sharding)
   actual, sharded = subject.compiled(*placed)
   expected, gradient = subject.compiled(case.prediction, case.batch)
-  for name, metric in _metrics(expected).items():
-    other = _metrics(actual)[name]
-    size = max(case.magnitude, abs(float(metric.unreduced_sum)))
-    _assert_near(other.unreduced_sum, metric.unreduced_sum, size, name)
-    _assert_near(other.denominator, metric.denominator, 0, name)
+  _assert_outputs_near(actual, expected, case.magnitude)
   jax.tree.map(
     lambda a, e: _assert_near(a, e, case.magnitude, "gradient"),
     sharded,
