@@ -1,6 +1,13 @@
-"""The hook on a real PeftTrainer: exact updates and logs, refusals, resume."""
+"""The hook on real trainers: exact updates and logs, refusals, resume.
+
+Every test runs on each trainer that the installed Tunix has: one in 0.1.7, two
+in Tunix main.
+"""
 
 import dataclasses
+import importlib
+import importlib.util
+import sys
 
 from flax import nnx
 import jax
@@ -18,9 +25,23 @@ import diffusion_objectives as do
 from diffusion_objectives.trainers import tunix
 from tests import oracles
 
+# Modules with a `PeftTrainer` and a `TrainingConfig`.
+TRAINERS = ["tunix.sft.peft_trainer"]
+if importlib.util.find_spec("tunix.experimental"):
+  TRAINERS.append("tunix.experimental.train.peft_trainer_v2")
+HAS_MULTI_STEPS = not hasattr(peft_trainer, "GradientAccumulator")
+
 VOCABULARY = 11
 MASK_ID = VOCABULARY
 LENGTH = 5
+
+
+@pytest.fixture(params=TRAINERS, autouse=True)
+def module(request, monkeypatch):
+  """The trainer under test, for `make_trainer`."""
+  module = importlib.import_module(request.param)
+  monkeypatch.setattr(sys.modules[__name__], "peft_trainer", module)
+  return module
 
 
 class Network(nnx.Module):
@@ -522,18 +543,28 @@ def test_a_trainer_without_an_attribute_is_refused_by_its_name():
   with pytest.raises(ValueError, match="attribute 'model'; received Other"):
     tunix.configure_diffusion_sft(Other())
   trainer = make_trainer()
-  for name in tunix.TRAINER_ATTRIBUTES:
+  generation = tunix.GENERATIONS[
+    next(
+      i
+      for i, g in enumerate(tunix.GENERATIONS)
+      if g.mark is None or hasattr(trainer, g.mark)
+    )
+  ]
+  names = {*generation.attributes, *generation.signatures, generation.mark}
+  names.discard(None)
+  for name in sorted(names):
     shim = Other()
-    for kept in tunix.TRAINER_ATTRIBUTES:
-      if kept != name:
-        setattr(shim, kept, getattr(trainer, kept))
-    with pytest.raises(ValueError, match=f"attribute {name!r}; received"):
+    for kept in names - {name}:
+      setattr(shim, kept, getattr(trainer, kept))
+    # Without its mark it is taken for an earlier trainer, which it is not.
+    message = "must take" if name == generation.mark else f"{name!r}; received"
+    with pytest.raises(ValueError, match=message):
       tunix.configure_diffusion_sft(shim)
 
 
 def test_another_signature_of_the_step_is_refused():
   trainer = make_trainer()
-  trainer._train_step = lambda model, optimizer, grad_accumulator, inputs: None
+  trainer._train_step = lambda model, optimizer, something: None
   with pytest.raises(ValueError, match="_train_step must take"):
     tunix.configure_diffusion_sft(trainer)
 
