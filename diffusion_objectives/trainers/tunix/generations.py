@@ -277,11 +277,16 @@ def _update(
 
 
 def _start_multi_steps(trainer, hook):
-  """Starts a window; one restored from within a window starts anew."""
+  """Starts a window; one restored from within a window starts anew.
+
+  The stock trainer goes on with the restored mini-step and yet takes the whole
+  window's data again, so that it fires early for ever after.
+  """
   optimizer = trainer.optimizer
   if not isinstance(optimizer.tx, optax.MultiSteps):
     return
   window = optimizer.opt_state
+  optimizer.step[...] -= window.mini_step[...].astype(optimizer.step.dtype)
   for tree in (window.mini_step, window.acc_grads):
     _assign(tree, _zeros(_arrays(tree)))
   if hook.accumulation_steps > 1:
