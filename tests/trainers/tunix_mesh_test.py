@@ -4,11 +4,13 @@ import dataclasses
 
 from flax import nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from tunix.models.qwen3 import model as qwen3
 
+import diffusion_objectives as do
 from diffusion_objectives.trainers import tunix
 from tests.trainers.runs import LENGTH
 from tests.trainers.runs import VOCABULARY
@@ -16,7 +18,6 @@ from tests.trainers.runs import distillation_batch
 from tests.trainers.runs import history
 from tests.trainers.runs import largest_difference
 from tests.trainers.runs import make_trainer
-from tests.trainers.runs import network
 from tests.trainers.runs import parameters
 from tests.trainers.runs import token_batch
 from tests.trainers.runs import unequal
@@ -26,25 +27,84 @@ pytestmark = pytest.mark.usefixtures("trainer_module")
 # Meshes and Tunix's own networks.
 
 
-def test_the_hook_is_exact_on_a_mesh():
-  data = unequal(4, distillation_batch)
-  single = make_trainer(optimizer=optax.adamw(1e-3), steps=2)
-  tunix.configure_prepared_diffusion_opd(single)
-  single.train(data)
+IDS = 24
+WIDTH = 16
+
+
+class ShardedNetwork(nnx.Module):
+  """Every matrix over `fsdp` and `tp`; the logits' vocabulary over `tp`."""
+
+  def __init__(self, rngs, rows, columns):
+    init = nnx.with_partitioning(
+      nnx.initializers.lecun_normal(), (rows, columns)
+    )
+    self.embed = nnx.Embed(IDS, WIDTH, embedding_init=init, rngs=rngs)
+    self.hidden = nnx.Linear(WIDTH, 32, kernel_init=init, rngs=rngs)
+    self.head = nnx.Linear(32, WIDTH, kernel_init=init, rngs=rngs)
+
+  def __call__(self, input_tokens):
+    return self.head(jnp.tanh(self.hidden(self.embed(input_tokens))))
+
+
+def sharded_network(mesh, rows, columns):
+  model = ShardedNetwork(nnx.Rngs(0), rows, columns)
+  state = nnx.state(model)
+  nnx.update(model, jax.device_put(state, nnx.get_named_sharding(state, mesh)))
+  return model
+
+
+def mesh_batch(rng, scale):
+  batch = distillation_batch(rng, rows=8, scale=scale)
+  teacher = rng.standard_normal((*batch.student_batch.target_ids.shape, WIDTH))
+  return dataclasses.replace(
+    batch, teacher=do.DenseTeacher(logits=teacher.astype(np.float32))
+  )
+
+
+def trained_on(shape, names, data, rows=None, columns=None):
   mesh = jax.make_mesh(
-    (2,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,)
+    shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names)
   )
   with mesh:
-    model = network()
-    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    nnx.update(model, jax.device_put(nnx.state(model), replicated))
-    sharded = make_trainer(model, optax.adamw(1e-3), steps=2)
-    tunix.configure_prepared_diffusion_opd(sharded)
-    sharded.train(data)
-  assert largest_difference(parameters(sharded), parameters(single)) <= 2e-6
-  np.testing.assert_allclose(
-    history(sharded, "loss"), history(single, "loss"), rtol=1e-6
+    trainer = make_trainer(
+      sharded_network(mesh, rows, columns),
+      optax.adamw(1e-3),
+      steps=2,
+      data_sharding_axis=names[:1],
+    )
+    tunix.configure_prepared_diffusion_opd(
+      trainer, temperature=2.0, hard_loss_weight=0.5
+    )
+    trainer.train(data)
+  return trainer
+
+
+@pytest.mark.parametrize(
+  ("shape", "names", "rows", "columns"),
+  [
+    ((8,), ("data",), None, None),
+    ((8,), ("fsdp",), "fsdp", None),
+    ((1, 8), ("fsdp", "tp"), None, "tp"),
+    ((4, 2), ("fsdp", "tp"), "fsdp", "tp"),
+    ((2, 4), ("fsdp", "tp"), "fsdp", "tp"),
+  ],
+  ids=["data", "fsdp", "tensor", "fsdp 4 x tensor 2", "fsdp 2 x tensor 4"],
+)
+def test_the_hook_is_exact_on_a_mesh(shape, names, rows, columns):
+  data = unequal(6, mesh_batch)
+  single = trained_on((1,), ("data",), data)
+  sharded = trained_on(shape, names, data, rows, columns)
+  head = sharded.model.head.kernel[...].sharding.spec
+  assert head == jax.sharding.PartitionSpec(rows, columns) or not (
+    rows or columns
   )
+  difference = largest_difference(parameters(sharded), parameters(single))
+  print(f"{names} {shape}: {difference:.1e}")
+  assert difference <= 2e-6
+  for metric in ("loss", "distill/soft_loss", "grad_norm"):
+    np.testing.assert_allclose(
+      history(sharded, metric), history(single, metric), rtol=2e-6
+    )
 
 
 def test_a_batch_that_does_not_divide_over_the_mesh_is_refused():

@@ -374,6 +374,23 @@ def test_a_bad_value_is_refused_before_anything_changes(
     assert trainer._buffered_eval_metrics is None
 
 
+def test_a_refused_batch_may_be_left_out_and_the_run_goes_on():
+  """The window goes on where it was, with the good batches alone."""
+  good = unequal(6)
+  bad = bad_batches()["NaN weight"]
+  results = []
+  for data in ([good], [[*good[:4], bad], good]):
+    trainer = make_trainer(steps=3)
+    tunix.configure_prepared_diffusion_opd(trainer)
+    for items in data[:-1]:
+      with pytest.raises(ValueError, match="finite and nonnegative; received"):
+        trainer.train(items)
+      assert (trainer.train_steps, trainer.iter_steps) == (1, 4)
+    trainer.train(data[-1])
+    results.append(parameters(trainer))
+  assert largest_difference(*results) == 0
+
+
 def test_a_term_of_coefficient_0_is_neither_used_nor_checked():
   bad = bad_batches()
   for names, options in (

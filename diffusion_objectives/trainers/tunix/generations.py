@@ -77,6 +77,8 @@ class Generation:
     step_factories: `(trainer, hook) -> {attribute: factory}`, set on the
       instance.
     start_window: `(trainer, hook)`, empties the accumulator.
+    counts_before_preparing: whether `train()` counts a micro-batch before it
+      prepares it.
   """
 
   name: str
@@ -88,6 +90,7 @@ class Generation:
   as_step_input: Callable[[Any, Any, Any], Any]
   step_factories: Callable[[Any, Any], Mapping[str, Callable[[], Any]]]
   start_window: Callable[[Any, Any], None]
+  counts_before_preparing: bool = False
 
 
 def of(trainer: Any) -> Generation:
@@ -448,7 +451,12 @@ def _two_executables_factories(trainer, hook):
 TWO_EXECUTABLES = Generation(
   name="Tunix main's PeftTrainerV2",
   mark="create_update_step_fn",
-  attributes=(*_COMMON, "grad_accumulator", "create_fwd_bwd_step_fn"),
+  attributes=(
+    *_COMMON,
+    "grad_accumulator",
+    "create_fwd_bwd_step_fn",
+    "_iter_steps",
+  ),
   signatures={
     "_fwd_bwd_step": ("model", "grad_accumulator", "inputs"),
     "_update_step": ("model", "optimizer", "grad_accumulator"),
@@ -459,6 +467,7 @@ TWO_EXECUTABLES = Generation(
   as_step_input=_as_it_is,
   step_factories=_two_executables_factories,
   start_window=_start_accumulator,
+  counts_before_preparing=True,
 )
 
 # The latest first: each has the marks of those after it.

@@ -41,6 +41,7 @@ class Hook:
     generation: how the trainer accumulates.
     accumulation_steps: micro-batches in a window.
     is_training: whether the trainer is inside `train()`.
+    is_evaluating: whether it is inside an evaluation.
     has_trained: whether a training step was taken.
     evaluated: the losses of the current evaluation's batches.
   """
@@ -52,6 +53,7 @@ class Hook:
   generation: generations.Generation
   accumulation_steps: int
   is_training: bool = False
+  is_evaluating: bool = False
   has_trained: bool = False
   evaluated: list[outputs.WeightedMetric] = dataclasses.field(
     default_factory=list
@@ -145,12 +147,21 @@ def install(trainer: Any, hook: Hook) -> None:
           repr(getattr(trainer, name)),
         )
 
-  def prepare_inputs(item):
+  def prepare(item):
     batch = hook.batch_adapter(cls._prepare_inputs(trainer, item))
     if hook.check_values and hasattr(batch, "check_values"):
       batch.check_values()
     _check_divides(batch, trainer.config.data_sharding_axis)
     return generation.as_step_input(trainer, hook, batch)
+
+  def prepare_inputs(item):
+    try:
+      return prepare(item)
+    except BaseException:
+      is_step = hook.is_training and not hook.is_evaluating
+      if is_step and generation.counts_before_preparing:
+        trainer._iter_steps -= 1  # nothing came of this micro-batch
+      raise
 
   def post_process_train_step(aux):
     hook.has_trained = True
@@ -169,12 +180,14 @@ def install(trainer: Any, hook: Hook) -> None:
   def run_eval(*args):
     hooks = trainer.training_hooks
     hook.evaluated.clear()
+    hook.is_evaluating = True
     if hooks is not None:
       trainer.training_hooks = _EvalHooks(hooks, hook)
     try:
       cls._run_eval(trainer, *args)
     finally:
       trainer.training_hooks = hooks
+      hook.is_evaluating = False
       trainer._buffered_eval_metrics = None  # also after a refused batch
 
   def train(*args, **kwargs):
