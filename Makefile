@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 # Pins for a whole environment, e.g. CONSTRAINTS=constraints/floor.txt.
 CONSTRAINTS ?=
+# A checkout of Tunix to test against instead of the installed release:
+#   make test TUNIX=/path/to/tunix ARGS=tests/trainers
+TUNIX ?=
 # Arguments of pytest or of the demonstration, e.g. ARGS="-k laws".
 ARGS ?=
 RUN := $(VENV)/bin/python -m
@@ -18,7 +21,8 @@ $(VENV)/installed: pyproject.toml
 	touch $@
 
 test: $(VENV)/installed
-	$(RUN) pytest --numprocesses 2 --dist worksteal $(ARGS)
+	$(if $(TUNIX),PYTHONPATH=$(abspath $(TUNIX))) \
+	  $(RUN) pytest --numprocesses 2 --dist worksteal $(ARGS)
 
 demo: $(VENV)/installed
 	$(RUN) diffusion_objectives.demo $(ARGS)

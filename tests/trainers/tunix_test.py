@@ -1,7 +1,10 @@
 """The hook on real trainers: exact updates and logs, refusals."""
 
 import dataclasses
+import importlib
+import importlib.util
 
+import flax
 from flax import nnx
 import jax
 import jax.numpy as jnp
@@ -294,6 +297,51 @@ if HAS_MULTI_STEPS:  # Tunix main itself reads the dtype of every node
       tunix.configure_diffusion_sft(whole)
       whole.train(pairs)
       assert largest_difference(parameters(trainer), parameters(whole)) <= 2e-6
+
+
+# Batches of Tunix's own class.
+
+
+def tunix_batch_class():
+  """Main's `DiffusionTokenBatch`, or its fields in a class of one's own."""
+  if importlib.util.find_spec("tunix.diffusion"):
+    return importlib.import_module("tunix.diffusion").DiffusionTokenBatch
+
+  @flax.struct.dataclass
+  class DiffusionTokenBatch:
+    model_inputs: dict
+    target_ids: jax.Array
+    loss_weights: jax.Array
+
+  return DiffusionTokenBatch
+
+
+def test_tunix_own_batch_is_taken_as_ours():
+  ours = unequal(4, token_batch)
+  cls = tunix_batch_class()
+  theirs = [
+    cls(
+      model_inputs=b.model_inputs,
+      target_ids=b.target_ids,
+      loss_weights=b.loss_weights,
+    )
+    for b in ours
+  ]
+  results = []
+  for data, adapter in ((ours, None), (theirs, None), (theirs, lambda b: b)):
+    trainer = make_trainer(steps=2)
+    tunix.configure_diffusion_sft(trainer, adapter)
+    trainer.train(data)
+    results.append(parameters(trainer))
+  for other in results[1:]:
+    assert largest_difference(results[0], other) == 0
+  bad = theirs[0].replace(
+    loss_weights=with_value(theirs[0].loss_weights, np.nan)
+  )
+  with pytest.raises(ValueError, match="finite and nonnegative; received nan"):
+    tunix.configure_diffusion_sft(make_trainer()).train([bad])
+  with pytest.raises(TypeError, match="must have the fields .*; received dict"):
+    tunix.token_batch({"target_ids": 1})
 
 
 # Refusals.
