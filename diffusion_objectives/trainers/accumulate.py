@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+from jax.experimental import shard_alike
 import jax.numpy as jnp
 import numpy as np
 
@@ -190,7 +191,7 @@ def stateful_value_and_grad(
       _check_result(result, coefficients)
       return result, state
 
-    def terms(result: Outputs) -> dict[str, outputs.WeightedMetric]:
+    def terms(result: Any) -> dict[str, outputs.WeightedMetric]:
       named = {_ONE_TERM: result} if coefficients is None else result
       return {name: named[name].primary_loss for name in factors}
 
@@ -200,9 +201,7 @@ def stateful_value_and_grad(
 
     _, parts = jax.lax.scan(denominators, None, micro_batches)
     scales = {
-      name: outputs.WeightedMetric(
-        unreduced_sum=jnp.full_like(total, factors[name]), denominator=total
-      ).compute()
+      name: _scale(factors[name], total)
       for name, total in _total(parts).items()
     }
 
@@ -211,20 +210,17 @@ def stateful_value_and_grad(
 
       def objective(params):
         result, new_state = evaluate(params, state, batch)
-        value = 0.0
+        value = jnp.zeros((), float)
         for name, term in terms(result).items():
           _constant(term.denominator)
-          scaled = scales[name].astype(float) * term.unreduced_sum.astype(float)
-          value = value + scaled
+          value += scales[name] * term.unreduced_sum.astype(float)
         return value, (result, new_state)
 
       gradients, (result, state) = jax.grad(objective, has_aux=True)(params)
       sums = jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, gradients)
       return (state, sums), result
 
-    zeros = jax.tree.map(
-      lambda p: jnp.zeros_like(p, numerics.accumulation_dtype(p.dtype)), params
-    )
+    zeros = jax.tree.map(_accumulator, params)
     (state, sums), results = jax.lax.scan(step, (state, zeros), micro_batches)
     gradients = jax.tree.map(lambda s, p: s.astype(p.dtype), sums, params)
     return _total(results), state, gradients
@@ -239,6 +235,23 @@ _ONE_TERM = ""
 def _total(stacked: Any) -> Any:
   """Sums over the micro-batches."""
   return jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0), stacked)
+
+
+def _scale(factor: float, denominator: jax.Array) -> jax.Array:
+  """`factor / denominator` in JAX's widest dtype; 0 over 0."""
+  wide = denominator.astype(float)
+  return outputs.WeightedMetric(
+    unreduced_sum=jnp.full_like(wide, factor), denominator=wide
+  ).compute()
+
+
+def _accumulator(parameter: jax.Array) -> jax.Array:
+  """Zeros in at least float32, on a mesh laid out as the parameter.
+
+  Plain zeros would be replicated, and the gradients with them.
+  """
+  zeros, _ = shard_alike.shard_alike(jnp.zeros_like(parameter), parameter)
+  return zeros.astype(numerics.accumulation_dtype(parameter.dtype))
 
 
 @jax.custom_jvp
@@ -276,11 +289,11 @@ def _check_coefficients(
     raise checks.fail(
       ValueError, "coefficients must name at least one term", "none"
     )
-  return {
+  factors = {
     name: checks.finite_real(f"coefficients[{name!r}]", value)
     for name, value in coefficients.items()
-    if value != 0
   }
+  return {name: factor for name, factor in factors.items() if factor}
 
 
 def _check_result(
@@ -329,7 +342,7 @@ def _check_params(params: Any) -> None:
 
 def _first_axis(name: str, axis: str, tree: Any) -> int:
   """The length, at least 1, of the first axis that all leaves share."""
-  lengths = {}
+  lengths: dict[int, str] = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
     label = name + jax.tree_util.keystr(path)
     if not checks.is_array(leaf):

@@ -58,16 +58,16 @@ def value_and_grad(
     model: nnx.Module, micro_batches: Any
   ) -> tuple[accumulate.Outputs, nnx.State]:
     checks.instance("model", model, nnx.Module)
-    graph, params, rest = nnx.split(model, wrt, ...)
+    graph, params, *others = nnx.split(model, wrt, ...)
     if not params:
       raise checks.fail(
         ValueError, "wrt must select variables of the model", repr(wrt)
       )
 
-    def stateful(params, rest, batch):
-      model = nnx.merge(graph, params, rest)
+    def stateful(params, others, batch):
+      model = nnx.merge(graph, params, *others)
       result = loss_fn(model, batch)
-      new_graph, _, rest = nnx.split(model, wrt, ...)
+      new_graph, _, *others = nnx.split(model, wrt, ...)
       if new_graph != graph:
         raise checks.fail(
           ValueError,
@@ -75,12 +75,12 @@ def value_and_grad(
           " nnx.pop what is sown)",
           "a model of another structure",
         )
-      return result, rest
+      return result, others
 
-    result, rest, gradients = accumulate.stateful_value_and_grad(
+    result, others, gradients = accumulate.stateful_value_and_grad(
       stateful, coefficients=coefficients
-    )(params, rest, micro_batches)
-    nnx.update(model, rest)
+    )(params, others, micro_batches)
+    nnx.update(model, *others)
     return result, gradients
 
   return accumulated
