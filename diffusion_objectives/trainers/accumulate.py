@@ -127,6 +127,7 @@ def value_and_grad(
     >>> float(output.primary_loss.compute()), float(gradients["w"])
     (6.75, -4.5)
   """
+  checks.function("loss_fn", loss_fn)
   differentiated = stateful_value_and_grad(
     lambda params, state, batch: (loss_fn(params, batch), state),
     coefficients=coefficients,
@@ -173,10 +174,7 @@ def stateful_value_and_grad(
     >>> int(seen), float(gradient)
     (6, 2.5)
   """
-  if not callable(loss_fn):
-    raise checks.fail(
-      TypeError, "loss_fn must be callable", checks.describe(loss_fn)
-    )
+  checks.function("loss_fn", loss_fn)
   factors = _check_coefficients(coefficients)
 
   def accumulated(

@@ -53,6 +53,7 @@ def value_and_grad(
     >>> gradients["kernel"][...].tolist()
     [[1.0], [1.0]]
   """
+  checks.function("loss_fn", loss_fn)
 
   def accumulated(
     model: nnx.Module, micro_batches: Any
