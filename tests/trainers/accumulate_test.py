@@ -716,9 +716,11 @@ def test_a_module_is_differentiated_as_on_one_big_batch(wrt):
   merged, gradients = nnx.jit(
     accumulate_nnx.value_and_grad(module_loss, wrt=wrt)
   )(model, accumulate.split(batch, 3))
-  value, expected = nnx.value_and_grad(
-    lambda model: module_loss(model, batch).primary_loss.compute(),
-    argnums=nnx.DiffState(0, wrt),
+  value, expected = nnx.jit(
+    nnx.value_and_grad(
+      lambda model: module_loss(model, batch).primary_loss.compute(),
+      argnums=nnx.DiffState(0, wrt),
+    )
   )(model)
   np.testing.assert_allclose(merged.primary_loss.compute(), value, rtol=1e-5)
   assert jax.tree.structure(gradients) == jax.tree.structure(expected)
@@ -760,8 +762,9 @@ def test_other_state_goes_from_micro_batch_to_micro_batch():
   merged, _ = nnx.jit(accumulate_nnx.value_and_grad(module_loss))(
     model, micro_batches
   )
+  evaluate = nnx.jit(module_loss)
   parts = [
-    module_loss(other, jax.tree.map(lambda leaf, k=k: leaf[k], micro_batches))
+    evaluate(other, jax.tree.map(lambda leaf, k=k: leaf[k], micro_batches))
     for k in range(3)
   ]
   np.testing.assert_allclose(
