@@ -29,6 +29,9 @@ from diffusion_objectives._core import numerics
 # One term, or several by name.
 Outputs = outputs.LossOutput | Mapping[str, outputs.LossOutput]
 
+# The name of the term of a loss that has one.
+_ONE_TERM = ""
+
 
 def split(batch: Any, steps: int) -> Any:
   """Cuts a batch into equal micro-batches: `[batch, ...]` to `[steps, ...]`.
@@ -66,12 +69,12 @@ def split(batch: Any, steps: int) -> Any:
       "steps must be positive and divide the batch",
       f"{steps} and {rows} rows",
     )
-  return jax.tree.map(
-    lambda leaf: leaf.reshape((rows // steps, steps, *leaf.shape[1:])).swapaxes(
-      0, 1
-    ),
-    batch,
-  )
+
+  def interleaved(leaf):
+    grouped = leaf.reshape(rows // steps, steps, *leaf.shape[1:])
+    return grouped.swapaxes(0, 1)
+
+  return jax.tree.map(interleaved, batch)
 
 
 def value_and_grad(
@@ -224,10 +227,6 @@ def stateful_value_and_grad(
     return _total(results), state, gradients
 
   return accumulated
-
-
-# The name of the term of a loss that has one.
-_ONE_TERM = ""
 
 
 def _total(stacked: Any) -> Any:

@@ -21,7 +21,9 @@ def value_and_grad(
 
   The gradient is that of `accumulate.value_and_grad`. What else the module
   holds (batch statistics, counts of random streams) goes from micro-batch to
-  micro-batch and is updated on the module, as by `nnx.value_and_grad`.
+  micro-batch and is updated on the module, as by `nnx.value_and_grad`. What is
+  differentiated changes by the optimizer alone: an assignment to it in the loss
+  is dropped.
 
   Args:
     loss_fn: `(model, micro_batch) -> LossOutput`, or to a mapping of them.
