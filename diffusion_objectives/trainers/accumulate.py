@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-from jax.experimental import shard_alike
 import jax.numpy as jnp
 import numpy as np
 
@@ -245,10 +244,11 @@ def _scale(factor: float, denominator: jax.Array) -> jax.Array:
 def _accumulator(parameter: jax.Array) -> jax.Array:
   """Zeros in at least float32, on a mesh laid out as the parameter.
 
-  Plain zeros would be replicated, and the gradients with them.
+  They are formed from the parameter because the partitioner follows its layout
+  through operations; it replicates plain zeros, and the sums with them.
   """
-  zeros, _ = shard_alike.shard_alike(jnp.zeros_like(parameter), parameter)
-  return zeros.astype(numerics.accumulation_dtype(parameter.dtype))
+  zero = jnp.zeros((), numerics.accumulation_dtype(parameter.dtype))
+  return jnp.where(jnp.isfinite(parameter), zero, zero)
 
 
 @jax.custom_jvp
