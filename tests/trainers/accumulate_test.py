@@ -637,6 +637,35 @@ def test_a_mesh_changes_nothing(names, batch_spec, specs):
     assert gradient.sharding.is_equivalent_to(sharded[name].sharding, 2)
 
 
+def test_explicit_axes_are_kept():
+  mesh = jax.sharding.Mesh(
+    np.array(jax.devices()[:4]),
+    ("data",),
+    axis_types=(jax.sharding.AxisType.Explicit,),
+  )
+
+  @jax.jit
+  def step(params, batch):
+    def loss(params, batch):
+      rows = params["table"].at[batch.model_inputs]
+      return do.weighted_cross_entropy_loss(
+        rows.get(out_sharding=P("data")), batch
+      )
+
+    micro_batches = accumulate.split(batch, 4)
+    assert jax.typeof(micro_batches.target_ids).sharding.spec[1] == "data"
+    return accumulate.value_and_grad(loss)(params, micro_batches)
+
+  params, batch = random_params(), random_batch(rows=16)
+  with jax.set_mesh(mesh):
+    merged, gradients = step(
+      placed(mesh, params, P()), placed(mesh, batch, P("data"))
+    )
+  terms = closed_form(params, batch)
+  assert_gradient(gradients["table"], terms, {"ce": 1.0})
+  assert_output(merged, terms["ce"])
+
+
 @pytest.mark.parametrize("once", [False, True], ids=["automatic", "once"])
 def test_in_a_manual_region_outputs_are_psummed(once):
   mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("data",))
