@@ -36,6 +36,7 @@ types: $(VENV)/installed
 
 bench: $(VENV)/installed
 	$(RUN) benchmarks.hook_overhead $(ARGS)
+	$(RUN) benchmarks.accumulation $(ARGS)
 
 clean:
 	rm -rf .venv* .pytest_cache .mypy_cache .ruff_cache .hypothesis

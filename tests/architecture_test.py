@@ -12,6 +12,8 @@ import pytest
 import diffusion_objectives as do
 from diffusion_objectives import corruption
 from diffusion_objectives.testing import laws
+from diffusion_objectives.trainers import accumulate
+from diffusion_objectives.trainers import accumulate_nnx
 from diffusion_objectives.trainers import tunix
 
 PACKAGE = "diffusion_objectives"
@@ -232,7 +234,7 @@ def test_a_loss_takes_a_prediction_a_batch_and_keywords(name):
 def public():
   """Every function and class that a user calls, by its dotted name."""
   named = {f"do.{name}": value for name, value in vars(do).items()}
-  for module in (corruption, tunix):
+  for module in (corruption, accumulate, accumulate_nnx, tunix):
     for name, value in vars(module).items():
       if inspect.isfunction(value) and value.__module__ == module.__name__:
         named[f"{module.__name__.split('.', 1)[1]}.{name}"] = value
@@ -253,6 +255,7 @@ def test_the_public_names_are_found():
     "do.merge",
     "do.DenseTeacher",
     "corruption.elbo_weights",
+    "trainers.accumulate.value_and_grad",
     "trainers.tunix.configure_objective",
     "testing.laws.suite",
   }

@@ -569,6 +569,20 @@ WINDOWS = {
   },
 }
 
+# A sum over a count, and a second term that is a mean a micro-batch.
+TWO_TERMS = {
+  "ACC-04": {
+    "source": "huggingface/transformers#48706",
+    "sum": [4.0, 1.0, 7.0],
+    "denom": [4.0, 2.0, 2.0],
+    "aux_mean": [0.3, 0.5, 0.1],
+    "coef": 0.1,
+    "expect": {"main": 1.5, "aux": 0.3, "total": 1.53},
+    "wrong": [["aux times micro-batches", "total", 1.59],
+              ["aux divided by token count too", "total", 1.51125]],
+  },
+}
+
 # Shards over data-parallel devices, each held by several replicas.
 MESH = {
   "ACC-03": {

@@ -17,6 +17,7 @@ import pytest
 from tunix.sft import peft_trainer
 
 import diffusion_objectives as do
+from diffusion_objectives.trainers import accumulate
 from diffusion_objectives.trainers import tunix
 from tests import cases
 
@@ -24,10 +25,6 @@ P = jax.sharding.PartitionSpec
 
 # Reports of the same kinds that no test here carries over, and why.
 EXCLUDED = {
-  "huggingface/transformers#48706": (
-    "adds a sum over a count and a mean of micro-batch means; no function here"
-    " averages ratios, and `combine` refuses two denominators"
-  ),
   "SWivid/F5-TTS#631": "an exponential average of parameters; there is none",
   "pytorch/pytorch#73205": "label smoothing; there is none",
   "verl-project/verl#7856": "a teacher's top k; teachers are dense",
@@ -559,6 +556,32 @@ def test_a_trainer_counts_over_its_own_window(case):
   trainer.train(batches)
   results = {"mean": history(trainer, "loss")[0]}
   assert_right_and_not_wrong(case, results)
+
+
+@of(cases.TWO_TERMS)
+def test_two_terms_are_each_divided_once_by_their_own_denominator(case):
+  def term(total, denominator):
+    metric = do.WeightedMetric(unreduced_sum=total, denominator=denominator)
+    return do.LossOutput(primary_loss=metric, aux_metrics={})
+
+  def loss(theta, batch):  # linear in theta, so that the total is its gradient
+    one = jnp.ones_like(batch["denom"])
+    return {
+      "main": term(theta * batch["sum"], batch["denom"]),
+      "aux": term(theta * batch["aux_mean"], one),
+    }
+
+  coefficients = {"main": 1.0, "aux": case["coef"]}
+  names = ("sum", "denom", "aux_mean")
+  merged, total = accumulate.value_and_grad(loss, coefficients=coefficients)(
+    jnp.float32(1), {name: np.float32(case[name]) for name in names}
+  )
+  results = {n: merged[n].primary_loss.compute() for n in coefficients}
+  results["total"] = total
+  for name, value in case["expect"].items():
+    np.testing.assert_allclose(results[name], value, rtol=1e-6)
+  for fault, name, value in case["wrong"]:
+    assert not is_near(results[name], value), fault
 
 
 def linear_objective(model, batch):

@@ -196,6 +196,12 @@ def boolean(name: str, value: Any) -> bool:
   return value
 
 
+def function(name: str, value: Any) -> None:
+  """Checks that a value can be called."""
+  if not callable(value):
+    raise fail(TypeError, f"{name} must be callable", describe(value))
+
+
 def instance(name: str, value: Any, kind: type) -> None:
   """Checks a value's class."""
   if not isinstance(value, kind):

@@ -340,7 +340,9 @@ def test_tunix_own_batch_is_taken_as_ours():
   )
   with pytest.raises(ValueError, match="finite and nonnegative; received nan"):
     tunix.configure_diffusion_sft(make_trainer()).train([bad])
-  with pytest.raises(TypeError, match=r"must have the fields .*; received dict"):
+  with pytest.raises(
+    TypeError, match=r"must have the fields .*; received dict"
+  ):
     tunix.token_batch({"target_ids": 1})
 
 

@@ -86,9 +86,9 @@ def configure_objective(
     1
   """
   checks.boolean("check_values", check_values)
-  _check_callable("loss_fn", loss_fn)
+  checks.function("loss_fn", loss_fn)
   if batch_adapter is not None:
-    _check_callable("batch_adapter", batch_adapter)
+    checks.function("batch_adapter", batch_adapter)
   if name is None:
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
   return _configure(
@@ -324,10 +324,3 @@ def _configure(
     ),
   )
   return trainer
-
-
-def _check_callable(name: str, value: Any) -> None:
-  if not callable(value):
-    raise checks.fail(
-      TypeError, f"{name} must be callable", checks.describe(value)
-    )

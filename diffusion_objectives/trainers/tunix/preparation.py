@@ -118,10 +118,8 @@ class Preparation:
   def __post_init__(self) -> None:
     for name in ("batch_adapter", "logits_fn"):
       value = getattr(self, name)
-      if value is not None and not callable(value):
-        raise checks.fail(
-          TypeError, f"{name} must be callable", checks.describe(value)
-        )
+      if value is not None:
+        checks.function(name, value)
 
   def __call__(self, item: Any) -> Any:
     batch = self.batch_adapter(item) if self.batch_adapter else item
