@@ -5,8 +5,8 @@
   of gradients, and the wrapped optimizer runs once a window.
 * `accumulator`, `PeftTrainer` of Tunix main: its `GradientAccumulator` divides
   the sum of gradients by the sum of denominators, exactly. It is used as it is.
-  Where a window is one micro-batch it is passed by, and the scale is rounded to
-  the parameters' dtype; there the mean is differentiated instead.
+  Where a window is one micro-batch the trainer passes it by, with a scale that
+  is rounded to the parameters' dtype; there the step is replaced.
 * `two_executables`, main's `PeftTrainerV2`: its accumulator divides by at least
   1. The division is done before it, and its denominator set to 1.
 
@@ -190,24 +190,10 @@ def _micro_batch(trainer, hook, batch):
 
 
 def _multi_steps_factories(trainer, hook):
-  def sum_and_output(model, batch):
-    output = hook.output(model, batch)
-    return output.primary_loss.unreduced_sum, output
-
   def train_step(model, optimizer, inputs):
-    differentiable = (
-      nnx.DiffState(0, nnx.LoRAParam) if trainer._lora_enabled else 0
-    )
-    (_, output), gradients = nnx.value_and_grad(
-      sum_and_output, argnums=differentiable, has_aux=True
-    )(model, inputs.batch)
-    norm = _update(
-      model,
-      optimizer,
-      gradients,
-      output.primary_loss.denominator,
-      inputs.is_last,
-    )
+    output, gradients = _differentiate(trainer, hook, model, inputs.batch)
+    denominator = output.primary_loss.denominator
+    norm = _add(model, optimizer, gradients, denominator, inputs.is_last)
     return output.primary_loss.compute(), {OUTPUT: output}, norm
 
   def eval_step(model, inputs):
@@ -223,7 +209,25 @@ def _multi_steps_factories(trainer, hook):
   }
 
 
-def _update(
+def _differentiate(
+  trainer: Any, hook: Any, model: nnx.Module, batch: Any
+) -> tuple[outputs.LossOutput, nnx.State]:
+  """The output and the gradient of its sum."""
+
+  def sum_and_output(model, batch):
+    output = hook.output(model, batch)
+    return output.primary_loss.unreduced_sum, output
+
+  differentiable = (
+    nnx.DiffState(0, nnx.LoRAParam) if trainer._lora_enabled else 0
+  )
+  (_, output), gradients = nnx.value_and_grad(
+    sum_and_output, argnums=differentiable, has_aux=True
+  )(model, batch)
+  return output, gradients
+
+
+def _add(
   model: nnx.Module,
   optimizer: Any,
   gradients: nnx.State,
@@ -240,8 +244,6 @@ def _update(
     The norm of the gradient that the optimizer received, 0 before the last
     micro-batch.
   """
-  optimizer.step[...] += 1
-  is_multi = isinstance(optimizer.tx, optax.MultiSteps)
   window = optimizer.opt_state
   gradients = _arrays(gradients)
   sums, total = gradients, denominator.astype(jnp.float32)
@@ -256,19 +258,32 @@ def _update(
     _assign(window.acc_grads, kept[0])
     optimizer.accumulated_denominator[...] = kept[1]
     if not is_last:
+      optimizer.step[...] += 1
       window.mini_step[...] += 1
       return jnp.zeros_like(total)
     _assign(window.mini_step, _zeros(_arrays(window.mini_step)))
-  if is_multi:
-    window.gradient_step[...] += 1
-
   mean = jax.tree.map(
     lambda leaf, gradient: _divide(leaf, total).astype(gradient.dtype),
     sums,
     gradients,
   )
-  variables = window.inner_opt_state if is_multi else window
-  transform = optimizer.tx.inner_opt if is_multi else optimizer.tx
+  if not isinstance(optimizer.tx, optax.MultiSteps):
+    return _update(model, optimizer, optimizer.tx, window, mean)
+  window.gradient_step[...] += 1
+  return _update(
+    model, optimizer, optimizer.tx.inner_opt, window.inner_opt_state, mean
+  )
+
+
+def _update(
+  model: nnx.Module, optimizer: Any, transform: Any, variables: Any, mean: Any
+) -> jax.Array:
+  """Moves the parameters by a transformation and its state's variables.
+
+  Returns:
+    The norm of the gradient.
+  """
+  optimizer.step[...] += 1
   params_state = nnx.state(model, optimizer.wrt)
   params, state = _arrays(params_state), _arrays(variables)
   updates, new_state = transform.update(mean, state, params)
@@ -276,7 +291,9 @@ def _update(
   new_params = optax.apply_updates(params, updates)
   structure = jax.tree.structure(params_state)
   nnx.update(model, jax.tree.unflatten(structure, jax.tree.leaves(new_params)))
-  return optax.tree.norm(mean)
+  return optax.tree.norm(
+    jax.tree.map(lambda x: x.astype(numerics.accumulation_dtype(x.dtype)), mean)
+  )
 
 
 def _start_multi_steps(trainer, hook):
@@ -334,48 +351,19 @@ def _check_no_multi_steps(optimizer: Any, steps: int | None) -> None:
     )
 
 
-def _tunix_output(
-  primary: outputs.WeightedMetric, output: outputs.LossOutput
-) -> Any:
-  """Tunix's own `LossOutput`, by which its trainers know an unreduced loss."""
+def _tunix_output(trainer, hook):
+  """The objective as Tunix's own `LossOutput`, known there as unreduced."""
   from tunix.sft import utils  # 0.1.7 has no such class
-
-  return utils.LossOutput(
-    utils.WeightedMetric(
-      primary.unreduced_sum, primary.denominator.astype(jnp.float32)
-    ),
-    {OUTPUT: output},
-  )
-
-
-def _sum_or_mean(trainer, hook):
-  """The sum and its denominator; where a window is one batch, the mean and 1.
-
-  The trainer multiplies such a window's gradient by the denominator's
-  reciprocal in the parameters' dtype. In the loss it is done in float32.
-  """
-  is_single = (
-    hook.accumulation_steps == 1
-    and trainer.config.max_seq_token_per_tpu is None
-  )
 
   def step_loss(model, batch):
     output = hook.output(model, batch)
     primary = output.primary_loss
-    if is_single:
-      mean = primary.compute()
-      primary = outputs.WeightedMetric(
-        unreduced_sum=mean, denominator=jnp.ones_like(mean)
-      )
-    return _tunix_output(primary, output)
-
-  return step_loss
-
-
-def _sum_and_denominator(trainer, hook):
-  def step_loss(model, batch):
-    output = hook.output(model, batch)
-    return _tunix_output(output.primary_loss, output)
+    return utils.LossOutput(
+      utils.WeightedMetric(
+        primary.unreduced_sum, primary.denominator.astype(jnp.float32)
+      ),
+      {OUTPUT: output},
+    )
 
   return step_loss
 
@@ -395,6 +383,25 @@ def _own_factories(*names):
   return factories
 
 
+def _accumulator_factories(trainer, hook):
+  def train_step(model, optimizer, grad_accumulator, inputs, is_update_step):
+    output, gradients = _differentiate(trainer, hook, model, inputs)
+    denominator = output.primary_loss.denominator
+    norm = _add(model, optimizer, gradients, denominator, is_last=True)
+    return output.primary_loss.compute(), {OUTPUT: output}, norm
+
+  factories = _own_factories("create_train_step_fn", "create_eval_step_fn")(
+    trainer, hook
+  )
+  is_single = (
+    hook.accumulation_steps == 1
+    and trainer.config.max_seq_token_per_tpu is None
+  )
+  if is_single:  # the trainer's own step would pass its accumulator by
+    factories["create_train_step_fn"] = lambda: train_step
+  return factories
+
+
 def _start_accumulator(trainer, hook):
   trainer.grad_accumulator.reset()
 
@@ -402,7 +409,7 @@ def _start_accumulator(trainer, hook):
 ACCUMULATOR = Generation(
   name="Tunix main",
   mark="grad_accumulator",
-  attributes=(*_COMMON, "grad_accumulator"),
+  attributes=(*_COMMON, "_lora_enabled", "grad_accumulator"),
   signatures={
     "_train_step": (
       "model",
@@ -413,9 +420,9 @@ ACCUMULATOR = Generation(
     )
   },
   check_optimizer=_check_no_multi_steps,
-  step_loss=_sum_or_mean,
+  step_loss=_tunix_output,
   as_step_input=_as_it_is,
-  step_factories=_own_factories("create_train_step_fn", "create_eval_step_fn"),
+  step_factories=_accumulator_factories,
   start_window=_start_accumulator,
 )
 
@@ -463,7 +470,7 @@ TWO_EXECUTABLES = Generation(
     "_train_step": ("model", "optimizer", "grad_accumulator", "inputs"),
   },
   check_optimizer=_check_no_multi_steps,
-  step_loss=_sum_and_denominator,
+  step_loss=_tunix_output,
   as_step_input=_as_it_is,
   step_factories=_two_executables_factories,
   start_window=_start_accumulator,
