@@ -737,3 +737,63 @@ MASKED = {
     "wrong": [["mean of nothing", "mean", nan]],
   },
 }
+
+# A trainer's state and configuration.
+ALIASED = {
+  "ST-01": {
+    "source": "jax-ml/jax#9635, liesel-devs/liesel#272",
+    "leaves": [["params/w", 1], ["params/b", 2], ["ema/w", 1], ["ema/b", 3]],
+    "expect": {"duplicates": [["params/w", "ema/w"]]},
+    "wrong": [["not detected", "duplicates", []]],
+  },
+}
+
+DTYPES = {
+  "ST-02": {
+    "source": "google/tunix#1880, google-deepmind/optax#377, "
+              "google-deepmind/optax#1038, google-deepmind/ferminet#105",
+    "before": {"mu": "bfloat16", "count": "int32"},
+    "after": {"mu": "float32", "count": "int32"},
+    "expect": {"changed": ["mu"]},
+    "wrong": [["promotion accepted", "changed", []]],
+  },
+}
+
+RESUMED = {
+  "ST-03": {
+    "source": "google/orbax#2972, google/tunix#1747, "
+              "AI-Hypercomputer/maxtext#4269",
+    "saved": {"temperature": 2.0, "soft_loss_weight": 1.0,
+              "hard_loss_weight": 0.0},
+    "now": {"temperature": 1.0, "soft_loss_weight": 1.0,
+            "hard_loss_weight": 0.0},
+    "may_change": {"eval_every_n_steps": 7},
+    "expect": {"differs": ["hyper_parameters.temperature"]},
+    "wrong": [["accepted silently", "differs", []]],
+  },
+}
+
+LOGGED = {
+  "ST-04": {
+    "source": "NVIDIA-NeMo/Automodel#1871, marin-community/levanter#1185, "
+              "google/tunix#2041, netket/netket#2244",
+    "shape": {"loss": [], "per_token": [2, 3], "kl": []},
+    "expect": {"loggable": ["kl", "loss"], "not_loggable": ["per_token"]},
+    "wrong": [["dropped without notice", "not_loggable", []]],
+  },
+}
+
+OPTIONS = {
+  "ST-05": {
+    "source": "kohya-ss/sd-scripts#1980, kohya-ss/sd-scripts#1962, "
+              "Nerogar/OneTrainer#1123, huggingface/trl#7063",
+    "option": "min_snr",
+    "reject": "unsupported",
+  },
+  "ST-05b": {
+    "source": "kohya-ss/sd-scripts#1980, Nerogar/OneTrainer#1123",
+    "option": "masked",
+    "expect": {"denominator": 2.0},
+    "wrong": [["accepted without effect", "denominator", 5.0]],
+  },
+}

@@ -839,3 +839,150 @@ def test_a_masked_diffusion_row_is_divided_by_its_supervised_tokens(case):
       np.testing.assert_allclose(
         evaluate(loss, logits, batch)[name], value, rtol=1e-5
       )
+
+
+# A trainer's state and configuration.
+
+
+def shared_buffers(leaves):
+  """Pairs of names whose arrays are one buffer: they cannot be donated."""
+  seen, pairs = {}, []
+  for name, leaf in leaves:
+    first = seen.setdefault(leaf.unsafe_buffer_pointer(), name)
+    if first != name:
+      pairs.append([first, name])
+  return pairs
+
+
+def named_leaves(tree):
+  return [
+    (jax.tree_util.keystr(path), leaf)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+  ]
+
+
+def configured_trainer(steps=2, optimizer=None, theta=(0.0, 0.0)):
+  trainer = make_trainer(theta, steps, optimizer)
+  tunix.configure_objective(trainer, linear_objective)
+  return trainer
+
+
+def linear_batches(count, width=2):
+  ones = np.ones((1, width), np.float32)
+  return [{"gradient": ones, "denominator": ones[:, 0]}] * count
+
+
+@of(cases.ALIASED)
+@pytest.mark.usefixtures("default_promotion")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_configured_trainers_state_shares_no_buffer(case):
+  buffers = {}
+  aliased = [
+    (name, buffers.setdefault(number, jnp.full(3, float(number))))
+    for name, number in case["leaves"]
+  ]
+  assert shared_buffers(aliased) == case["expect"]["duplicates"]
+  trainer = configured_trainer(optimizer=optax.adam(0.1))
+  assert shared_buffers(named_leaves(nnx.state(trainer.optimizer))) == []
+  trainer.train(linear_batches(4))  # donates it, twice
+  assert trainer.train_steps == 2
+
+
+def changed_dtypes(before, after):
+  return [name for name in before if before[name] != after[name]]
+
+
+@of(cases.DTYPES)
+@pytest.mark.parametrize("steps", [None, 2])
+@pytest.mark.usefixtures("default_promotion")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_trainers_state_keeps_its_dtypes(case, steps):
+  found = changed_dtypes(case["before"], case["after"])
+  assert found == case["expect"]["changed"]
+  optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+  trainer = configured_trainer(steps, optimizer, np.zeros(2, jnp.bfloat16))
+
+  def dtypes():
+    return {
+      name: leaf.dtype
+      for name, leaf in named_leaves(
+        nnx.state((trainer.model, trainer.optimizer))
+      )
+    }
+
+  before = dtypes()
+  assert jnp.bfloat16 in before.values()
+  trainer.train(linear_batches(4))
+  assert changed_dtypes(before, dtypes()) == []
+
+
+@of(cases.RESUMED)
+@pytest.mark.usefixtures("default_promotion")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_resumed_run_names_what_differs(case, tmp_path):
+  def trainer(**config):
+    return peft_trainer.PeftTrainer(
+      Bias((0.0, 0.0)),
+      optax.sgd(1.0),
+      peft_trainer.TrainingConfig(
+        **{"eval_every_n_steps": 1, **config},
+        checkpoint_root_directory=str(tmp_path),
+      ),
+    )
+
+  batch = do.DiffusionDistillationBatch(
+    student_batch=with_inputs(
+      *batch_with_losses([[1.0]], np.ones((1, 1)))[::-1]
+    ),
+    teacher=do.DenseTeacher(logits=np.zeros((1, 1, 2), np.float32)),
+  )
+  first = trainer()
+  tunix.configure_prepared_diffusion_opd(first, **case["saved"])
+  first.train([batch])
+  resumed = trainer(**case["may_change"])
+  with pytest.raises(ValueError, match="; received") as error:
+    tunix.configure_prepared_diffusion_opd(resumed, **case["now"])
+  differences = str(error.value).split("; received ")[1].split("; ")
+  names = [text.split(": ")[0] for text in differences]
+  assert names == case["expect"]["differs"]
+  tunix.configure_prepared_diffusion_opd(resumed, **case["saved"])
+
+
+@of(cases.LOGGED)
+def test_what_cannot_be_logged_is_refused_by_its_name(case):
+  loggable = {}
+  for name, shape in case["shape"].items():
+    value = jnp.zeros(shape)
+    if shape:
+      with pytest.raises(ValueError, match=r"unreduced_sum must .*; received"):
+        do.WeightedMetric(unreduced_sum=value, denominator=jnp.ones(()))
+      metrics = {**loggable, name: value}
+      with pytest.raises(TypeError, match=rf"aux_metrics\['{name}'\] must be"):
+        do.LossOutput(primary_loss=loggable["loss"], aux_metrics=metrics)
+    else:
+      loggable[name] = do.WeightedMetric(
+        unreduced_sum=value, denominator=jnp.ones(())
+      )
+  assert sorted(loggable) == case["expect"]["loggable"]
+  assert (
+    sorted({*case["shape"]} - {*loggable}) == (case["expect"]["not_loggable"])
+  )
+
+
+@of(cases.OPTIONS)
+@pytest.mark.usefixtures("default_promotion")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_option_is_refused_or_has_its_effect(case):
+  logits, batch = batch_with_losses([[1.0, 2.0]], np.array([[2.0, 3.0]]))
+  option = case["option"]
+  if "reject" in case:
+    with pytest.raises(ValueError, match=f"denominator must .*{option}"):
+      tunix.configure_diffusion_sft(make_trainer(), denominator=option)
+    with pytest.raises(TypeError, match=option):
+      tunix.configure_diffusion_sft(make_trainer(), **{option: 5.0})
+    return
+  output = do.weighted_cross_entropy_loss(logits, batch, denominator=option)
+  total = output.primary_loss.denominator
+  assert total == case["expect"]["denominator"]
+  for fault, _, value in case["wrong"]:
+    assert total != value, fault
