@@ -299,6 +299,27 @@ if HAS_MULTI_STEPS:  # Tunix main itself reads the dtype of every node
       assert largest_difference(parameters(trainer), parameters(whole)) <= 2e-6
 
 
+@pytest.mark.parametrize("steps", [None, 3])
+def test_single_calls_of_the_step_level_trainer_equal_its_loop(steps):
+  """`fwd_bwd` and `update`, of the trainer that has them."""
+  data = unequal(6)
+  loop, calls = (make_trainer(steps=steps) for _ in range(2))
+  for trainer in (loop, calls):
+    tunix.configure_prepared_diffusion_opd(trainer, hard_loss_weight=0.5)
+  loop.train(data)
+  if not hasattr(calls, "fwd_bwd"):
+    assert not hasattr(calls, "create_update_step_fn")
+    return
+  for index, batch in enumerate(data, 1):
+    calls.fwd_bwd(batch)
+    if index % (steps or 1) == 0:
+      calls.update()
+  assert calls.train_steps == loop.train_steps
+  calls.close()
+  assert largest_difference(parameters(loop), parameters(calls)) == 0
+  np.testing.assert_array_equal(history(loop, "loss"), history(calls, "loss"))
+
+
 # Batches of Tunix's own class.
 
 
