@@ -325,9 +325,9 @@ def count_weights(
       " unless keeps_empty",
     )
     is_bad |= is_empty
-  weights = (n + int(keeps_empty)).astype(jnp.float32) / jnp.maximum(k, 1).astype(
-    jnp.float32
-  )
+  weights = (n + int(keeps_empty)).astype(jnp.float32) / jnp.maximum(
+    k, 1
+  ).astype(jnp.float32)
   return jnp.where(is_bad, jnp.nan, jnp.where(masked, weights, 0))
 
 
