@@ -407,6 +407,7 @@ def uniform_replacement(
   Returns:
     `(noisy_ids, is_redrawn)`: `[batch, length]` in the dtype of `token_ids`;
     and `[batch, length]` boolean, true also where the same token was drawn.
+    Under trace, what would be refused shows in `is_redrawn` alone.
 
   Raises:
     TypeError: another dtype or type.
