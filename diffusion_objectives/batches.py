@@ -36,10 +36,14 @@ class DiffusionTokenBatch:
     is_supervised: `[batch, length]` boolean or None. The positions that the
       corruption could have masked: the units "tokens" and "sequences" count
       them. A positive weight lies on a supervised position.
+    segment_ids: `[batch, length]` integer or None. Where rows are packed, the
+      sequence of each position, 0 for padding: the unit "sequences" counts
+      them. None where each row is one sequence. Only with `is_supervised`.
 
   Raises:
     TypeError: no array where one must be, or another dtype.
-    ValueError: another rank or shape, or `model_inputs` without an array.
+    ValueError: another rank or shape, `model_inputs` without an array, or
+      `segment_ids` without `is_supervised`.
 
   Example:
     >>> import numpy as np
@@ -55,6 +59,7 @@ class DiffusionTokenBatch:
   target_ids: jax.Array | np.ndarray
   loss_weights: jax.Array | np.ndarray
   is_supervised: jax.Array | np.ndarray | None = None
+  segment_ids: jax.Array | np.ndarray | None = None
 
   def __post_init__(self) -> None:
     axes = ("batch", "length")
@@ -76,6 +81,17 @@ class DiffusionTokenBatch:
       checks.same_shape(
         "is_supervised", self.is_supervised, "target_ids", ids, axes=2
       )
+    if self.segment_ids is not None:
+      checks.array("segment_ids", self.segment_ids, dtype="integer", axes=axes)
+      checks.same_shape(
+        "segment_ids", self.segment_ids, "target_ids", ids, axes=2
+      )
+      if self.is_supervised is None:
+        raise checks.fail(
+          ValueError,
+          "segment_ids must come with is_supervised",
+          "is_supervised=None",
+        )
     checks.batch_major("model_inputs", self.model_inputs, batch=ids.shape[0])
 
   def check_values(
@@ -93,8 +109,9 @@ class DiffusionTokenBatch:
 
     Raises:
       ValueError: a weight that is negative, NaN or infinite, a positive weight
-        on a position that is not supervised, or an id outside the vocabulary
-        on a position of positive weight.
+        on a position that is not supervised, a supervised position whose
+        segment id is not positive, or an id outside the vocabulary on a
+        position of positive weight.
     """
     _check_values(_token_values(self, vocabulary_size, check_targets))
 
@@ -285,6 +302,10 @@ def position_weights(
   is_valid = (weights >= 0) & jnp.isfinite(weights)
   if batch.is_supervised is not None:
     is_valid &= (weights == 0) | jnp.asarray(batch.is_supervised)
+  if batch.segment_ids is not None:
+    is_valid &= ~_bad_segments(
+      jnp, batch.is_supervised, numerics.token_ids(batch.segment_ids)
+    )
   return jnp.where(is_valid, weights, jnp.nan), weights != 0
 
 
@@ -295,7 +316,7 @@ def batch_denominator(
 
   "weights": the sum of the loss weights; "tokens": supervised positions;
   "masked": positions of positive weight; "sequences": rows with a supervised
-  position.
+  position, or the segments of rows with one.
   """
   unit = denominator_unit(batch, unit)
   weights, is_active = position_weights(batch, dtype)
@@ -306,11 +327,25 @@ def batch_denominator(
   else:
     is_counted = jnp.asarray(batch.is_supervised)
     if unit == "sequences":
-      is_counted = jnp.any(is_counted, axis=1)
+      is_counted = _is_sequence(is_counted, batch.segment_ids)
   # A count of 0 must not turn refused weights into a mean of 0.
   return numerics.poison(
     numerics.count(is_counted, dtype), ~jnp.any(jnp.isnan(weights))
   )
+
+
+def _is_sequence(
+  is_supervised: jax.Array, segment_ids: jax.typing.ArrayLike | None
+) -> jax.Array:
+  """True once for each sequence with a supervised position."""
+  if segment_ids is None:
+    return jnp.any(is_supervised, axis=1)
+  # Each id that is left occurs once as the first of its equals.
+  ordered = jnp.sort(
+    jnp.where(is_supervised, numerics.token_ids(segment_ids), 0), axis=1
+  )
+  before = jnp.pad(ordered[:, :-1], ((0, 0), (1, 0)))
+  return (ordered > 0) & (ordered != before)
 
 
 # Value checks. Each says at which positions `[batch, length]` the named arrays
@@ -323,6 +358,10 @@ def _bad_weights(xp: Any, weights: Any) -> Any:
 
 def _bad_supervision(xp: Any, weights: Any, is_supervised: Any) -> Any:
   return (weights != 0) & ~is_supervised
+
+
+def _bad_segments(xp: Any, is_supervised: Any, segments: Any) -> Any:
+  return is_supervised & (segments <= 0)
 
 
 def _bad_targets(xp: Any, weights: Any, targets: Any, size: Any) -> Any:
@@ -351,6 +390,11 @@ _VALUE_CHECKS = (
     "loss_weights must be 0 where is_supervised is False",
   ),
   (
+    _bad_segments,
+    ("is_supervised", "segments"),
+    "segment_ids must be positive where is_supervised is True",
+  ),
+  (
     _bad_targets,
     ("size", "weights", "targets"),
     "active target_ids must be nonnegative and smaller than vocabulary"
@@ -373,6 +417,8 @@ def _token_values(
   values: dict[str, Any] = {"weights": batch.loss_weights}
   if batch.is_supervised is not None:
     values["is_supervised"] = batch.is_supervised
+  if batch.segment_ids is not None:
+    values["segments"] = batch.segment_ids
   if check_targets:
     values["targets"] = batch.target_ids
     values["size"] = np.array(
@@ -404,7 +450,7 @@ def _check_values(values: dict[str, Any]) -> None:
     return
   wanted = {name for index in on_device for name in _VALUE_CHECKS[index][1]}
   arrays = {name: values[name] for name in wanted}
-  for name in wanted & {"targets", "size"}:
+  for name in wanted & {"targets", "size", "segments"}:
     arrays[name] = numerics.token_ids(arrays[name])
   if _is_any_bad(tuple(on_device), arrays):
     for index in on_device:
@@ -413,8 +459,11 @@ def _check_values(values: dict[str, Any]) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _is_any_bad(indices: tuple[int, ...], arrays: dict[str, Any]) -> jax.Array:
-  weights = arrays["weights"]
-  arrays["weights"] = weights.astype(numerics.accumulation_dtype(weights.dtype))
+  if "weights" in arrays:
+    weights = arrays["weights"]
+    arrays["weights"] = weights.astype(
+      numerics.accumulation_dtype(weights.dtype)
+    )
   if "size" in arrays:
     arrays["size"] = arrays["size"].astype(arrays["targets"].dtype)
   flags = []

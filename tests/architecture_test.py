@@ -96,7 +96,7 @@ def test_imports_point_down_only(path):
     ("outputs.py", "from diffusion_objectives import batches"),
     ("batches.py", "from diffusion_objectives import corruption"),
     ("batches.py", "import diffusion_objectives as do"),
-    ("corruption.py", "from diffusion_objectives.objectives import other"),
+    ("corruption/a.py", "from diffusion_objectives.objectives import other"),
     ("objectives/one.py", "from diffusion_objectives.objectives import other"),
     ("objectives/one.py", "import diffusion_objectives.objectives.other.part"),
     ("objectives/one/head.py", "from diffusion_objectives.objectives import x"),
@@ -236,7 +236,9 @@ def public():
   named = {f"do.{name}": value for name, value in vars(do).items()}
   for module in (corruption, accumulate, accumulate_nnx, tunix):
     for name, value in vars(module).items():
-      if inspect.isfunction(value) and value.__module__ == module.__name__:
+      if inspect.isfunction(value) and value.__module__.startswith(
+        module.__name__
+      ):
         named[f"{module.__name__.split('.', 1)[1]}.{name}"] = value
   named["testing.laws.suite"] = laws.suite
   return {

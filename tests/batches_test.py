@@ -5,6 +5,7 @@ abstract arrays and for symbolic dimensions.
 """
 
 import contextlib
+import dataclasses
 import functools
 import math
 import re
@@ -133,6 +134,24 @@ OF_ARRAYS = [
     dict(is_supervised=zeros(2, 5, dtype=bool)),
     ValueError,
     "is_supervised must match target_ids shape; received (2, 5) and (2, 4)",
+  ),
+  (
+    token_batch,
+    dict(segment_ids=zeros(2, 4)),
+    TypeError,
+    "segment_ids must have integer dtype; received float32",
+  ),
+  (
+    token_batch,
+    dict(segment_ids=zeros(2, 5, dtype=np.int32)),
+    ValueError,
+    "segment_ids must match target_ids shape; received (2, 5) and (2, 4)",
+  ),
+  (
+    token_batch,
+    dict(segment_ids=zeros(2, 4, dtype=np.int32), is_supervised=None),
+    ValueError,
+    "segment_ids must come with is_supervised; received is_supervised=None",
   ),
   (
     token_batch,
@@ -472,12 +491,13 @@ def at(array, position, value, dtype=None):
   return array
 
 
-def values(ids=IDS, weights=WEIGHTS, is_supervised=None):
+def values(ids=IDS, weights=WEIGHTS, is_supervised=None, segment_ids=None):
   return do.DiffusionTokenBatch(
     model_inputs=np.zeros(2, np.float32),
     target_ids=ids,
     loss_weights=weights,
     is_supervised=is_supervised,
+    segment_ids=segment_ids,
   )
 
 
@@ -550,6 +570,14 @@ BAD_VALUES = [
   (
     dict(ids=at(IDS, (0, 1), -3, np.int8), weights=WEIGHTS > 0),
     f"{IN_VOCABULARY} -3 at [0, 1]",
+  ),
+  (
+    dict(
+      is_supervised=WEIGHTS > 0,
+      segment_ids=at((WEIGHTS > 0).astype(np.int64), (1, 1), 0),
+    ),
+    "segment_ids must be positive where is_supervised is True; received 0 at"
+    " [1, 1]",
   ),
   (
     dict(is_supervised=at(WEIGHTS > 0, (1, 1), False)),
@@ -881,6 +909,62 @@ def test_each_unit_counts_what_its_name_says(unit):
       np.testing.assert_allclose(
         metric.compute(), total / UNITS[unit], rtol=1e-5
       )
+
+
+PACKED = np.array(
+  [
+    [[1, 1, 2, 2], [3, 3, 9, 9], [1, 2, 3, 4], [5, 5, 5, 5]],
+    [[1, 1, 1, 2], [2, 7, 1, 2], [0, 0, 0, 0], [8, 8, 0, 0]],
+  ]
+).reshape(8, 4)
+# Prompts and padding are not counted, whatever their ids.
+PACKED_ANSWER = np.array(
+  [
+    [[1, 1, 1, 1], [1, 0, 0, 0], [1, 0, 1, 1], [1, 0, 0, 1]],
+    [[1, 1, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0], [0, 1, 0, 0]],
+  ],
+  bool,
+).reshape(8, 4)
+SEQUENCES = (2, 1, 3, 1, 2, 3, 0, 1)
+
+
+def packed(dtype=np.int32):
+  return do.DiffusionTokenBatch(
+    model_inputs=PACKED,
+    target_ids=np.zeros((8, 4), np.int32),
+    loss_weights=PACKED_ANSWER.astype(np.float32),
+    is_supervised=PACKED_ANSWER,
+    segment_ids=PACKED.astype(dtype),
+  )
+
+
+@jax.jit
+def sequences(batch):
+  logits = jnp.zeros((*batch.target_ids.shape, 3))
+  return do.weighted_cross_entropy_loss(
+    logits, batch, denominator="sequences"
+  ).primary_loss.denominator
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8])
+def test_sequences_of_packed_rows_are_counted_by_segment(dtype):
+  batch = packed(dtype)
+  batch.check_values(1)
+  assert sum(SEQUENCES) == 13 and sequences(batch) == 13
+  assert sequences(jax.tree.map(row_sharded, batch)) == 13
+  for row, count in enumerate(SEQUENCES):
+    assert (
+      sequences(jax.tree.map(lambda x, b=row: x[b : b + 1], batch)) == count
+    )
+  assert oracles.denominator(batch, "sequences") == 13
+
+
+def test_a_supervised_position_of_no_segment_is_nan_under_trace():
+  batch = dataclasses.replace(packed(), segment_ids=np.maximum(PACKED - 1, 0))
+  for unit in UNITS:
+    loss = functools.partial(do.weighted_cross_entropy_loss, denominator=unit)
+    metric = jax.jit(loss)(np.zeros((8, 4, 3), np.float32), batch).primary_loss
+    assert np.isnan(metric.unreduced_sum) and np.isnan(metric.denominator)
 
 
 @pytest.mark.parametrize(

@@ -797,3 +797,59 @@ OPTIONS = {
     "wrong": [["accepted without effect", "denominator", 5.0]],
   },
 }
+
+# Rows of several sequences.
+PACKED = {
+  "POS-02": {
+    "source": "meta-pytorch/torchtune#2613, pytorch/torchtitan#4075, "
+              "unslothai/unsloth#8959",
+    "logits": [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 3.0],
+               [1.0, 1.0, 0.0], [0.0, 2.0, 0.0], [0.0, 0.0, 0.0]],
+    "tokens": [1, 2, 2, 0, 1, 2],
+    "segments": [1, 1, 1, 2, 2, 2],
+    "expect": {"sum": 6.204428998,
+               "denom": 4.0,
+               "mean": 1.55110725,
+               "target_weights": [1.0, 1.0, 0.0, 1.0, 1.0]},
+    "wrong": [["crosses the boundary", "mean", 1.85987039],
+              ["crosses the boundary", "denom", 5.0]],
+  },
+}
+
+# Token losses of a packed row, and their means.
+PACKED_MEANS = {
+  "POS-03": {
+    "source": "google/tunix#1662, linkedin/Liger-Kernel#329, "
+              "CarperAI/trlx#452",
+    "token_loss": [[1.0, 2.0, 3.0, 10.0]],
+    "segments": [[1, 1, 1, 2]],
+    "expect": {"seq_mean": 6.0,
+               "n_sequences": 2,
+               "token_mean": 4.0,
+               "n_tokens": 4},
+    "wrong": [["row taken as a sequence", "seq_mean", 4.0],
+              ["row taken as a sequence", "n_sequences", 1]],
+  },
+}
+
+# Rows whose padding has the id of a token.
+PADDED = {
+  "POS-04": {
+    "source": "NVIDIA-NeMo/Automodel#1336, NVIDIA-NeMo/Megatron-Bridge#4660",
+    "tokens": [[5, 6, 2, 2, 2]],
+    "lengths": [3],
+    "pad_id": 2,
+    "expect": {"mask": [[1, 1, 1, 0, 0]], "count": 3},
+    "wrong": [["mask by value", "mask", [[1, 1, 0, 0, 0]]],
+              ["mask by value", "count", 2]],
+  },
+  "POS-04b": {
+    "source": "NVIDIA-NeMo/Automodel#1336, NVIDIA-NeMo/Megatron-Bridge#4660",
+    "tokens": [[5, 2, 6, 2, 2, 2], [2, 7, 8, 9, 4, 2]],
+    "lengths": [4, 6],
+    "pad_id": 2,
+    "expect": {"mask": [[1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1]], "count": 10},
+    "wrong": [["mask by value", "count", 6],
+              ["trailing run removed", "count", 8]],
+  },
+}

@@ -5,6 +5,7 @@ and gradient, none of the known wrong ones, and must refuse what has no right
 answer: `check_values` raises, and a compiled step gives NaN.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -986,3 +987,91 @@ def test_an_option_is_refused_or_has_its_effect(case):
   assert total == case["expect"]["denominator"]
   for fault, _, value in case["wrong"]:
     assert total != value, fault
+
+
+def by_value(case):
+  return np.array(case["tokens"]) != case["pad_id"]
+
+
+def without_trailing_run(case):
+  """Everything up to the last id that is not padding's."""
+  return np.maximum.accumulate(by_value(case)[:, ::-1], axis=1)[:, ::-1]
+
+
+@of(cases.PADDED)
+def test_padding_is_what_lies_beyond_the_length(case):
+  length = len(case["tokens"][0])
+  lengths = np.array(case["lengths"])
+  got = do.corruption.supervision_by_length(lengths, length=length)
+  np.testing.assert_array_equal(got, np.array(case["expect"]["mask"], bool))
+  assert got.sum() == case["expect"]["count"]
+  faults = {
+    "mask by value": by_value,
+    "trailing run removed": without_trailing_run,
+  }
+  for fault, name, value in case["wrong"]:
+    wrong = faults[fault](case)
+    assert not np.array_equal(wrong, got)
+    result = {"mask": wrong, "count": wrong.sum()}[name]
+    np.testing.assert_array_equal(result, value, err_msg=fault)
+
+
+@of(cases.PACKED)
+def test_a_packed_row_predicts_no_token_across_a_boundary(case):
+  segments, logits = row(case["segments"]), logits_of(case)
+  crossing = np.ones(segments.shape, bool)
+  crossing[:, 0] = False
+  supervised = do.corruption.next_token_supervision(segments)
+  np.testing.assert_array_equal(
+    supervised[0, 1:], case["expect"]["target_weights"]
+  )
+
+  def results(weights):
+    batch = token_batch(
+      {"weights": weights[0], "labels": case["tokens"]}, is_supervised=weights
+    )
+    return evaluate(
+      do.weighted_cross_entropy_loss, do.shift_right(logits), batch
+    )
+
+  right = {k: v for k, v in case["expect"].items() if k != "target_weights"}
+  assert_right_and_not_wrong(
+    {**case, "expect": right}, results(np.asarray(supervised))
+  )
+  for fault, name, value in case["wrong"]:
+    np.testing.assert_allclose(
+      results(crossing)[name], value, rtol=1e-5, err_msg=fault
+    )
+
+
+@of(cases.PACKED_MEANS)
+def test_a_packed_row_is_as_many_sequences_as_it_has_segments(case):
+  segments = np.array(case["segments"])
+  supervised = segments > 0
+
+  def means(segment_ids):
+    """By sequence and by token, with their counts."""
+    results = {}
+    shares = do.corruption.sequence_weights(supervised, segment_ids)
+    for name, weights, unit in (
+      ("seq", shares, "sequences"),
+      ("token", supervised, "tokens"),
+    ):
+      logits, batch = batch_with_losses(
+        case["token_loss"], weights, is_supervised=supervised
+      )
+      batch = dataclasses.replace(batch, segment_ids=segment_ids)
+      loss = functools.partial(do.weighted_cross_entropy_loss, denominator=unit)
+      metric = jax.jit(loss)(logits, batch).primary_loss
+      results[f"{name}_mean"] = metric.compute()
+      plural = {"seq": "sequences", "token": "tokens"}[name]
+      results[f"n_{plural}"] = metric.denominator
+    return results
+
+  right = means(segments)
+  for name, value in case["expect"].items():
+    np.testing.assert_allclose(right[name], value, rtol=1e-5)
+  for fault, name, value in case["wrong"]:
+    np.testing.assert_allclose(
+      means(None)[name], value, rtol=1e-5, err_msg=fault
+    )

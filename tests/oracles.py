@@ -44,6 +44,9 @@ def denominator(batch, unit=None):
   if unit == "masked":
     return float((np.asarray(batch.loss_weights) > 0).sum())
   supervised = np.asarray(batch.is_supervised)
+  if unit == "tokens":
+    return float(supervised.sum())
+  segments = supervised if batch.segment_ids is None else batch.segment_ids
   return float(
-    (supervised.any(axis=1) if unit == "sequences" else supervised).sum()
+    len({(b, int(segments[b, i])) for b, i in np.argwhere(supervised)})
   )

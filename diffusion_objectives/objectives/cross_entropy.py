@@ -37,8 +37,8 @@ def weighted_cross_entropy_loss(
     batch: targets and weights.
     denominator: what the sum is divided by: "weights" (sum of the loss
       weights), "tokens" (supervised positions), "masked" (positions of positive
-      weight) or "sequences" (rows with a supervised position). None takes
-      "tokens" where the batch has `is_supervised`, else "weights".
+      weight) or "sequences" (rows, or segments, with a supervised position).
+      None takes "tokens" where the batch has `is_supervised`, else "weights".
 
   Returns:
     The loss in nats per unit of the denominator. `aux_metrics["accuracy"]`: the

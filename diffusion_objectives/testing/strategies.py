@@ -3,7 +3,8 @@
 A case is drawn as a shape bucket, a scale, a pattern of weights and a seed; the
 arrays come from NumPy's generator. Few shapes mean few compilations, so values
 can be many. Every bucket has one structure of the batch: the second and fourth
-carry `is_supervised`, the others do not, so both default denominators occur.
+carry `is_supervised`, the others do not, so both default denominators occur;
+the fourth is packed, with `segment_ids`.
 """
 
 from collections.abc import Callable
@@ -91,11 +92,14 @@ def _token_batch(
   weights = position_weights(regime, rng)
   is_supervised = (weights > 0) | (rng.random(weights.shape) < 0.3)
   ids = rng.integers(0, vocabulary, (batch, length), dtype=np.int32)
+  segments = np.where(is_supervised, 1 + np.arange(length) // 2, 0)
+  bucket = SHAPES.index(regime.shape)
   return batches.DiffusionTokenBatch(
     model_inputs={"input_tokens": ids},
     target_ids=ids,
     loss_weights=weights,
-    is_supervised=(is_supervised if SHAPES.index(regime.shape) % 2 else None),
+    is_supervised=is_supervised if bucket % 2 else None,
+    segment_ids=segments.astype(np.int32) if bucket == 3 else None,
   )
 
 

@@ -229,7 +229,7 @@ def test_a_record_takes_keywords_alone(record):
     dataclasses.replace(record, another_field=1)
 
 
-def test_a_record_needs_every_field_but_the_optional_one(record):
+def test_a_record_needs_every_field_but_the_optional_ones(record):
   with pytest.raises(TypeError, match=r"missing .* required keyword-only"):
     type(record)()
   optional = [
@@ -238,7 +238,9 @@ def test_a_record_needs_every_field_but_the_optional_one(record):
     if field.default is not dataclasses.MISSING
   ]
   is_token_batch = isinstance(record, do.DiffusionTokenBatch)
-  assert optional == (["is_supervised"] if is_token_batch else [])
+  assert optional == (
+    ["is_supervised", "segment_ids"] if is_token_batch else []
+  )
 
 
 KEY_PATHS = {
