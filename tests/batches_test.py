@@ -293,7 +293,8 @@ OTHERS = [
     distillation_batch,
     dict(teacher=zeros(2, 4, 3)),
     TypeError,
-    "teacher must be a DenseTeacher; received float32[2, 4, 3]",
+    "teacher must be a DenseTeacher or TopKTeacher or SampledTokenTeacher;"
+    " received float32[2, 4, 3]",
   ),
   (
     cross_entropy,

@@ -30,6 +30,7 @@ import numpy as np
 import optax
 
 from diffusion_objectives import batches
+from diffusion_objectives import divergences
 from diffusion_objectives import outputs
 from diffusion_objectives._core import checks
 from diffusion_objectives._core import numerics
@@ -262,6 +263,7 @@ def configure_prepared_diffusion_opd(
   temperature: float = 1.0,
   soft_loss_weight: float = 1.0,
   hard_loss_weight: float = 0.0,
+  divergence: divergences.Divergence = divergences.forward_kl,
   denominator: str | None = None,
   check_values: bool = True,
 ) -> Any:
@@ -278,8 +280,9 @@ def configure_prepared_diffusion_opd(
     student_logits_fn: `(model, model_inputs) -> [batch, length, vocabulary]`
       logits, aligned with the targets; None is `model_logits`.
     temperature: of the soft term.
-    soft_loss_weight: coefficient of `T^2 KL(teacher || student)`.
+    soft_loss_weight: coefficient of `T^2 D(teacher, student)`.
     hard_loss_weight: coefficient of the cross entropy with the targets.
+    divergence: `D`, one of `divergences` or your own.
     denominator: the loss's unit. None takes that of the first batch: "tokens"
       where it has `is_supervised`, else "weights".
     check_values: whether to check each batch's values before the step: targets
@@ -317,7 +320,7 @@ def configure_prepared_diffusion_opd(
   """
   batches.check_unit(denominator)
   hyper_parameters = distillation.check_opd_hyper_parameters(
-    temperature, soft_loss_weight, hard_loss_weight
+    temperature, soft_loss_weight, hard_loss_weight, divergence
   )
   prepare = _Preparation(
     kind=batches.DiffusionDistillationBatch,

@@ -1,5 +1,6 @@
-"""Forward KL and the on-policy mix: laws, closed forms, infinities."""
+"""Distillation: laws of every divergence and teacher, digits, refusals."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,10 @@ from diffusion_objectives.testing import laws
 from diffusion_objectives.testing import strategies
 from tests import oracles
 
+token_forward_kl = functools.partial(
+  numerics.token_divergence, do.divergences.forward_kl
+)
+
 
 def kl_oracle(logits, batch, *, temperature=1.0, scale=True, unit=None):
   student = batch.student_batch
@@ -24,16 +29,49 @@ def kl_oracle(logits, batch, *, temperature=1.0, scale=True, unit=None):
   )
 
 
-def opd_oracle(logits, batch, *, temperature, soft, hard, unit=None):
+def divergence_oracle(logits, batch, *, of, temperature=1.0, scale=True):
+  """Of any divergence `of(log_p, log_q)` and any teacher of categories."""
+  student = batch.student_batch
+  values = of(*oracles.categories(batch.teacher, logits, temperature))
+  return (
+    (temperature**2 if scale else 1.0)
+    * oracles.weighted(values, student.loss_weights),
+    oracles.denominator(student),
+  )
+
+
+def opd_oracle(
+  logits,
+  batch,
+  *,
+  temperature,
+  soft,
+  hard,
+  unit=None,
+  of=oracles.relative_entropy,
+):
   student = batch.student_batch
   total, denominator = 0.0, oracles.denominator(student, unit)
   if soft:
-    total += soft * kl_oracle(logits, batch, temperature=temperature)[0]
+    total += (
+      soft * divergence_oracle(logits, batch, of=of, temperature=temperature)[0]
+    )
   if hard:
     total += hard * oracles.weighted(
       oracles.nll(logits, student.target_ids), student.loss_weights
     )
   return total, denominator
+
+
+def sampled_oracle(logits, batch, *, temperature=1.0):
+  student = batch.student_batch
+  rows = oracles.log_softmax(logits, temperature)
+  log_q = np.take_along_axis(rows, student.target_ids[..., None], axis=-1)
+  ratio = log_q[..., 0] - np.float64(batch.teacher.log_probs)
+  return (
+    temperature**2 * oracles.weighted(ratio**2 / 2, student.loss_weights),
+    oracles.denominator(student),
+  )
 
 
 distillation_suite = functools.partial(
@@ -79,6 +117,86 @@ TestHardOnly = distillation_suite(
 )
 
 
+def divergence_suite(divergence, of, temperature=1.0, **options):
+  return laws.suite(
+    functools.partial(
+      do.divergence_loss, divergence=divergence, temperature=temperature
+    ),
+    oracle=functools.partial(divergence_oracle, of=of, temperature=temperature),
+    uses_targets=False,
+    **{"build": strategies.distillation_case} | options,
+  )
+
+
+def jensen_shannon(beta, normalize=False):
+  """The divergence and its oracle."""
+  return do.divergences.jensen_shannon(beta, normalize), functools.partial(
+    oracles.jensen_shannon, beta=beta, normalize=normalize
+  )
+
+
+def off_the_kinks(regime):
+  """A case on which total variation has a derivative.
+
+  It has none where `p == q`. Cases are drawn anew until no student logit that
+  moves by 1e-4 crosses that, or all are equal (there the gradient is 0).
+  """
+  while True:
+    case = strategies.distillation_case(regime)
+    p, q = (
+      oracles.softmax(z) for z in (case.batch.teacher.logits, case.prediction)
+    )
+    if not regime.scale or np.all(np.abs(p - q) > 1e-3 * q * (1 - q)):
+      return case
+    regime = dataclasses.replace(regime, seed=regime.seed + 1)
+
+
+TestReverseKL = divergence_suite(
+  do.divergences.reverse_kl, oracles.reverse_kl, temperature=2.0
+)
+TestJensenShannon = divergence_suite(*jensen_shannon(0.5), temperature=2.0)
+TestJensenShannonNormalized = divergence_suite(*jensen_shannon(0.1, True))
+TestSkewForwardKL = divergence_suite(
+  do.divergences.skew_forward_kl(0.1),
+  functools.partial(oracles.skew_forward_kl, ratio=0.1),
+  temperature=0.5,
+)
+TestSkewReverseKL = divergence_suite(
+  do.divergences.skew_reverse_kl(0.2),
+  functools.partial(oracles.skew_reverse_kl, ratio=0.2),
+)
+TestTotalVariation = divergence_suite(
+  do.divergences.total_variation, oracles.total_variation, build=off_the_kinks
+)
+TestTopK = divergence_suite(
+  do.divergences.forward_kl,
+  oracles.relative_entropy,
+  temperature=2.0,
+  build=functools.partial(strategies.top_k_case, temperature=2.0),
+)
+TestTopKJensenShannon = divergence_suite(
+  *jensen_shannon(0.5), build=strategies.top_k_case
+)
+TestTopKMix = laws.suite(
+  functools.partial(
+    do.prepared_opd_loss,
+    temperature=2.0,
+    soft_loss_weight=0.7,
+    hard_loss_weight=0.4,
+    divergence=jensen_shannon(0.1)[0],
+  ),
+  oracle=functools.partial(
+    opd_oracle, temperature=2.0, soft=0.7, hard=0.4, of=jensen_shannon(0.1)[1]
+  ),
+  build=functools.partial(strategies.top_k_case, temperature=2.0),
+)
+TestSampled = laws.suite(
+  functools.partial(do.sampled_reverse_kl_loss, temperature=2.0),
+  oracle=functools.partial(sampled_oracle, temperature=2.0),
+  build=functools.partial(strategies.sampled_case, temperature=2.0),
+)
+
+
 # Digits: against float64, at a vocabulary of 32,000.
 
 
@@ -102,9 +220,7 @@ def test_divergences_keep_their_digits(
   student = (teacher + change).astype(np.float32) + np.float32(offset)
   value, gradient = jax.jit(
     jax.vmap(
-      jax.value_and_grad(
-        lambda s, t: numerics.token_forward_kl(t, s, temperature)
-      )
+      jax.value_and_grad(lambda s, t: token_forward_kl(t, s, temperature))
     )
   )(student, teacher)
   expected = oracles.forward_kl(teacher, student, temperature)
@@ -120,7 +236,7 @@ def test_equal_distributions_have_value_and_gradient_0():
   rng = np.random.default_rng(0)
   logits = 30 * rng.standard_normal((4, 1000)).astype(np.float32)
   value, gradient = jax.vmap(
-    jax.value_and_grad(lambda s: numerics.token_forward_kl(s, s, 1.0))
+    jax.value_and_grad(lambda s: token_forward_kl(s, s, 1.0))
   )(logits)
   assert not np.any(value)
   assert not np.any(gradient)
@@ -132,7 +248,7 @@ def test_a_large_temperature_leaves_the_centred_difference():
   z, y = rng.standard_normal((2, 5)).astype(np.float32)
   temperature = 1e4
   gradient = temperature**2 * jax.grad(
-    lambda s: numerics.token_forward_kl(y, s, temperature)
+    lambda s: token_forward_kl(y, s, temperature)
   )(jnp.asarray(z))
   expected = (z - z.mean() - (y - y.mean())) / 5
   np.testing.assert_allclose(gradient, expected, rtol=1e-3, atol=1e-4)
@@ -143,7 +259,7 @@ def test_second_and_forward_derivatives_exist():
   z, y, u = rng.standard_normal((3, 6)).astype(np.float32)
 
   def loss(s):
-    return numerics.token_forward_kl(y, s, 2.0)
+    return token_forward_kl(y, s, 2.0)
 
   q = oracles.softmax(z, 2.0)
   hessian = (np.diag(q) - np.outer(q, q)) / 4
