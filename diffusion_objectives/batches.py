@@ -454,7 +454,7 @@ def _top_k_faults(
   xp: Any, size: Any, weights: Any, is_valid: Any, listed: Any, log_probs: Any
 ) -> Faults:
   is_active = weights != 0
-  is_read = is_active[..., None] & is_valid
+  is_read = xp.broadcast_to(is_active[..., None] & is_valid, listed.shape)
   yield (
     "active teacher token_ids must be nonnegative and smaller than vocabulary"
     f" size {size}",
@@ -484,7 +484,7 @@ def _top_k_faults(
   )
   probs = xp.exp(_wide(xp, xp.where(is_read & is_number, log_probs, -xp.inf)))
   mass = xp.sum(probs, axis=-1)
-  is_whole = xp.sum(is_read, axis=-1) == size
+  is_whole = xp.sum(is_read, axis=-1, dtype=size.dtype) == size
   yield (
     f"active teacher probabilities must sum to at most {1 + MASS_ROUNDING},"
     f" and to at least {1 - MASS_ROUNDING} where all {size} ids are listed",
