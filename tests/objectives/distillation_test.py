@@ -152,8 +152,14 @@ def off_the_kinks(regime):
     regime = dataclasses.replace(regime, seed=regime.seed + 1)
 
 
-TestReverseKL = divergence_suite(
-  do.divergences.reverse_kl, oracles.reverse_kl, temperature=2.0
+TestReverseKL = distillation_suite(
+  functools.partial(
+    do.divergence_loss, divergence=do.divergences.reverse_kl, temperature=2.0
+  ),
+  oracle=functools.partial(
+    divergence_oracle, of=oracles.reverse_kl, temperature=2.0
+  ),
+  uses_targets=False,
 )
 TestJensenShannon = divergence_suite(*jensen_shannon(0.5), temperature=2.0)
 TestJensenShannonNormalized = divergence_suite(*jensen_shannon(0.1, True))
