@@ -477,10 +477,11 @@ def _top_k_faults(
     is_read & ~is_number,
     log_probs,
   )
+  finite = xp.sum(is_read & xp.isfinite(log_probs), axis=-1)
   yield (
-    "active teacher log_probs must have a finite value in each row",
-    is_active & ~xp.any(is_read & xp.isfinite(log_probs), axis=-1),
-    log_probs[..., 0],
+    "active teacher rows must list at least one id of finite log_probs",
+    is_active & (finite == 0),
+    finite,
   )
   probs = xp.exp(_wide(xp, xp.where(is_read & is_number, log_probs, -xp.inf)))
   mass = xp.sum(probs, axis=-1)

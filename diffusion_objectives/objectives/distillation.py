@@ -405,7 +405,7 @@ def check_opd_hyper_parameters(
     checks.finite_real("hard_loss_weight", hard_loss_weight, nonnegative=True),
     divergence,
   )
-  _soft_scale(divergence, checked.temperature, True)
+  _soft_scale(divergence, checked.temperature, checked.soft_loss_weight > 0)
   if not (checked.soft_loss_weight or checked.hard_loss_weight):
     raise checks.fail(
       ValueError,

@@ -143,7 +143,7 @@ def top_k_case(regime: Regime, *, temperature: float = 1.0, k: int = 3) -> Case:
   listed = np.take_along_axis(log_probs, ids, axis=-1).astype(np.float32)
   is_valid = None
   if SHAPES.index(regime.shape) % 2:
-    is_valid = np.random.default_rng(regime.seed).random(ids.shape) < 0.5
+    is_valid = np.random.default_rng((regime.seed, 1)).random(ids.shape) < 0.5
     is_valid[..., 0] = True
     ids = np.where(is_valid, ids, -7)
     listed = np.where(is_valid, listed, np.float32(np.nan))
@@ -161,7 +161,7 @@ def sampled_case(regime: Regime, *, temperature: float = 1.0) -> Case:
   Its `SampledTokenTeacher` has a dense teacher's log-probabilities of them.
   """
   case = distillation_case(regime)
-  rng = np.random.default_rng(regime.seed)
+  rng = np.random.default_rng((regime.seed, 1))
   noise = rng.gumbel(size=regime.shape)  # the largest is a draw
   drawn = np.argmax(case.prediction / temperature + noise, axis=-1)
   ids = drawn.astype(np.int32)
@@ -214,7 +214,9 @@ def poison_tokens(case: Case, token_id: int, value: float) -> Case:
     poison = value if array.dtype.kind == "f" else token_id
     return np.where(is_filled, np.asarray(poison).astype(array.dtype), array)
 
-  batch = replace_tokens(case.batch, target_ids=fill(tokens.target_ids))
+  batch = replace_tokens(
+    case.batch, target_ids=fill(np.asarray(tokens.target_ids))
+  )
   if isinstance(batch, batches.DiffusionDistillationBatch):
     batch = dataclasses.replace(
       batch, teacher=jax.tree.map(fill, batch.teacher)

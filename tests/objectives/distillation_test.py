@@ -507,6 +507,19 @@ def test_metrics_of_a_top_k_teacher():
   )
 
 
+@all_kinds
+def test_a_teacher_of_lower_precision_gives_no_negative_value(kind):
+  """ms-swift#10156: -0.000170 with the teacher left in bfloat16."""
+  y, z = np.float32(logits_of_scale(1.0))
+  z = y + np.float32(0.02) * z
+  narrow = jnp.asarray(y[None], jnp.bfloat16)
+  wide = do.DenseTeacher(logits=np.asarray(narrow, np.float32))
+  value, _ = per_token(z, do.DenseTeacher(logits=narrow), kind)
+  expected, _ = per_token(z, wide, kind)
+  assert np.all(np.asarray(value) >= 0)
+  np.testing.assert_array_equal(value, expected)
+
+
 # Sampled ids.
 
 
