@@ -5,6 +5,7 @@ returns a `LossOutput`: an unreduced sum and its denominator.
 """
 
 from diffusion_objectives import corruption as corruption
+from diffusion_objectives import divergences as divergences
 from diffusion_objectives.batches import DenseTeacher as DenseTeacher
 from diffusion_objectives.batches import (
   DiffusionDistillationBatch as DiffusionDistillationBatch,
@@ -12,15 +13,25 @@ from diffusion_objectives.batches import (
 from diffusion_objectives.batches import (
   DiffusionTokenBatch as DiffusionTokenBatch,
 )
+from diffusion_objectives.batches import (
+  SampledTokenTeacher as SampledTokenTeacher,
+)
+from diffusion_objectives.batches import TopKTeacher as TopKTeacher
 from diffusion_objectives.batches import shift_right as shift_right
 from diffusion_objectives.objectives.cross_entropy import (
   weighted_cross_entropy_loss as weighted_cross_entropy_loss,
+)
+from diffusion_objectives.objectives.distillation import (
+  divergence_loss as divergence_loss,
 )
 from diffusion_objectives.objectives.distillation import (
   forward_kl_loss as forward_kl_loss,
 )
 from diffusion_objectives.objectives.distillation import (
   prepared_opd_loss as prepared_opd_loss,
+)
+from diffusion_objectives.objectives.distillation import (
+  sampled_reverse_kl_loss as sampled_reverse_kl_loss,
 )
 from diffusion_objectives.outputs import LossOutput as LossOutput
 from diffusion_objectives.outputs import WeightedMetric as WeightedMetric

@@ -5,6 +5,10 @@ record checks types, dtypes and shapes when a person builds it, and never when
 JAX rebuilds it; values are read by `check_values` alone.
 """
 
+from collections.abc import Callable
+from collections.abc import Iterable
+from collections.abc import Iterator
+import dataclasses
 import functools
 from typing import Any
 
@@ -141,6 +145,93 @@ class DenseTeacher:
 
 
 @pytree.record
+class TopKTeacher:
+  """A teacher's `k` listed ids; all other ids together are its tail.
+
+  The log-probabilities are true ones, `log softmax(y / T)` over the whole
+  vocabulary, taken before the list was cut: what they leave of 1 is the tail's.
+  A total above 1 by up to 1e-3 counts as rounding of stored values and is
+  divided out.
+
+  Attributes:
+    token_ids: `[batch, length, k]` integer, distinct in each row.
+    log_probs: `[batch, length, k]` floating-point, nats; -inf is probability 0.
+    temperature: the `T > 0` that the log-probabilities were taken at, a Python
+      number and part of the tree's structure. A loss refuses another.
+    is_valid: `[batch, length, k]` boolean or None. Slots that list nothing are
+      False: their id and log-probability may hold anything.
+
+  Raises:
+    TypeError: no array where one must be, or another dtype.
+    ValueError: another rank or shape, no slot, or a temperature not positive.
+
+  Example:
+    >>> import numpy as np
+    >>> probs = np.array([[[0.5, 0.3]]], np.float32)  # the tail has 0.2
+    >>> teacher = TopKTeacher(token_ids=np.array([[[7, 2]]]),
+    ...                       log_probs=np.log(probs), temperature=1.0)
+    >>> teacher.log_probs.shape
+    (1, 1, 2)
+  """
+
+  token_ids: jax.Array | np.ndarray
+  log_probs: jax.Array | np.ndarray
+  temperature: float = dataclasses.field(metadata={"static": True})
+  is_valid: jax.Array | np.ndarray | None = None
+
+  def __post_init__(self) -> None:
+    axes = ("batch", "length", "k")
+    ids = self.token_ids
+    checks.array("token_ids", ids, dtype="integer", axes=axes)
+    if ids.shape[-1] == 0:
+      raise checks.fail(
+        ValueError, "token_ids must list at least one id", ids.shape
+      )
+    checks.array("log_probs", self.log_probs, dtype="floating-point", axes=axes)
+    checks.same_shape("log_probs", self.log_probs, "token_ids", ids, axes=3)
+    if self.is_valid is not None:
+      checks.array("is_valid", self.is_valid, dtype="boolean", axes=axes)
+      checks.same_shape("is_valid", self.is_valid, "token_ids", ids, axes=3)
+    checks.temperature(self.temperature)
+
+
+@pytree.record
+class SampledTokenTeacher:
+  """A teacher's log-probability of the one id that the student sampled.
+
+  The sampled ids are the student batch's `target_ids`.
+
+  Attributes:
+    log_probs: `[batch, length]` floating-point, nats: `log softmax(y / T)` over
+      the whole vocabulary at `target_ids`; -inf is probability 0.
+    temperature: the `T > 0` that they were taken at, a Python number and part
+      of the tree's structure. A loss refuses another.
+
+  Raises:
+    TypeError: no array, or not floating-point.
+    ValueError: another rank, or a temperature not positive.
+
+  Example:
+    >>> import numpy as np
+    >>> log_probs = np.zeros((2, 3), np.float32)
+    >>> SampledTokenTeacher(log_probs=log_probs, temperature=1.0).temperature
+    1.0
+  """
+
+  log_probs: jax.Array | np.ndarray
+  temperature: float = dataclasses.field(metadata={"static": True})
+
+  def __post_init__(self) -> None:
+    checks.array(
+      "log_probs",
+      self.log_probs,
+      dtype="floating-point",
+      axes=("batch", "length"),
+    )
+    checks.temperature(self.temperature)
+
+
+@pytree.record
 class DiffusionDistillationBatch:
   """A student's batch and its teacher's view of the same inputs.
 
@@ -164,18 +255,21 @@ class DiffusionDistillationBatch:
   """
 
   student_batch: DiffusionTokenBatch
-  teacher: DenseTeacher
+  teacher: DenseTeacher | TopKTeacher | SampledTokenTeacher
 
   def __post_init__(self) -> None:
     checks.instance("student_batch", self.student_batch, DiffusionTokenBatch)
-    checks.instance("teacher", self.teacher, DenseTeacher)
-    checks.same_shape(
-      "teacher logits",
-      self.teacher.logits,
-      "target_ids",
-      self.student_batch.target_ids,
-      axes=2,
+    teacher = self.teacher
+    checks.instance(
+      "teacher", teacher, DenseTeacher, TopKTeacher, SampledTokenTeacher
     )
+    name, values = (
+      ("logits", teacher.logits)
+      if isinstance(teacher, DenseTeacher)
+      else ("log_probs", teacher.log_probs)
+    )
+    ids = self.student_batch.target_ids
+    checks.same_shape(f"teacher {name}", values, "target_ids", ids, axes=2)
 
   def check_values(
     self,
@@ -192,20 +286,16 @@ class DiffusionDistillationBatch:
       check_teacher: whether the teacher is going to be used.
 
     Raises:
-      ValueError: as `DiffusionTokenBatch.check_values`; or another vocabulary
-        than `vocabulary_size`, a NaN, a +inf or no finite logit in a teacher
-        row on a position of positive weight.
+      ValueError: as `DiffusionTokenBatch.check_values`; or, on a position of
+        positive weight, a teacher that is no distribution: a NaN or +inf, a
+        row without a finite value, another vocabulary than `vocabulary_size`;
+        of a top-k teacher's valid slots an id outside the vocabulary or listed
+        twice, or a total probability above 1.001 (below 0.999 where the whole
+        vocabulary is listed); a sampled id's probability above 1.001.
     """
     values = _token_values(self.student_batch, vocabulary_size, check_targets)
     if check_teacher:
-      logits = self.teacher.logits
-      if vocabulary_size not in (None, logits.shape[-1]):
-        raise checks.fail(
-          ValueError,
-          "teacher and student must have one vocabulary",
-          f"teacher {logits.shape[-1]} and student {vocabulary_size}",
-        )
-      values["teacher"] = logits
+      values |= _teacher_values(self.teacher, vocabulary_size)
     _check_values(values)
 
 
@@ -303,9 +393,8 @@ def position_weights(
   if batch.is_supervised is not None:
     is_valid &= (weights == 0) | jnp.asarray(batch.is_supervised)
   if batch.segment_ids is not None:
-    is_valid &= ~_bad_segments(
-      jnp, batch.is_supervised, numerics.token_ids(batch.segment_ids)
-    )
+    is_counted = numerics.token_ids(batch.segment_ids) > 0
+    is_valid &= is_counted | ~jnp.asarray(batch.is_supervised)
   return jnp.where(is_valid, weights, jnp.nan), weights != 0
 
 
@@ -348,65 +437,176 @@ def _is_sequence(
   return (ordered > 0) & (ordered != before)
 
 
-# Value checks. Each says at which positions `[batch, length]` the named arrays
-# are bad; `xp` is NumPy on the host and jax.numpy in the compiled form.
+# Value checks. Each yields what must hold, where it does not (at positions
+# `[batch, length]` or at entries of an array) and what to report there; `xp` is
+# NumPy on the host and jax.numpy in a compiled form.
+
+# By how much stored probabilities may add up to more than 1: their rounding.
+MASS_ROUNDING = 1e-3
+
+Faults = Iterator[tuple[str, Any, Any]]
 
 
-def _bad_weights(xp: Any, weights: Any) -> Any:
-  return ~xp.isfinite(weights) | (weights < 0)
-
-
-def _bad_supervision(xp: Any, weights: Any, is_supervised: Any) -> Any:
-  return (weights != 0) & ~is_supervised
-
-
-def _bad_segments(xp: Any, is_supervised: Any, segments: Any) -> Any:
-  return is_supervised & (segments <= 0)
-
-
-def _bad_targets(xp: Any, weights: Any, targets: Any, size: Any) -> Any:
-  return (weights != 0) & ((targets < 0) | (targets >= size))
-
-
-def _bad_teacher(xp: Any, weights: Any, teacher: Any) -> Any:
-  is_finite = xp.isfinite(teacher)
-  is_usable = is_finite | (teacher == -xp.inf)
-  return (weights != 0) & ~(
-    xp.all(is_usable, axis=-1) & xp.any(is_finite, axis=-1)
+def _weight_faults(xp: Any, weights: Any) -> Faults:
+  yield (
+    "loss_weights must be finite and nonnegative",
+    ~xp.isfinite(weights) | (weights < 0),
+    weights,
   )
 
 
-# What is bad where, the arrays that the check reads (it reports the last), and
-# what must hold.
-_VALUE_CHECKS = (
-  (
-    _bad_weights,
-    ("weights",),
-    "loss_weights must be finite and nonnegative",
-  ),
-  (
-    _bad_supervision,
-    ("is_supervised", "weights"),
+def _supervision_faults(xp: Any, is_supervised: Any, weights: Any) -> Faults:
+  yield (
     "loss_weights must be 0 where is_supervised is False",
-  ),
-  (
-    _bad_segments,
-    ("is_supervised", "segments"),
+    (weights != 0) & ~is_supervised,
+    weights,
+  )
+
+
+def _segment_faults(xp: Any, is_supervised: Any, segments: Any) -> Faults:
+  yield (
     "segment_ids must be positive where is_supervised is True",
-  ),
-  (
-    _bad_targets,
-    ("size", "weights", "targets"),
+    is_supervised & (segments <= 0),
+    segments,
+  )
+
+
+def _target_faults(xp: Any, size: Any, weights: Any, targets: Any) -> Faults:
+  yield (
     "active target_ids must be nonnegative and smaller than vocabulary"
-    " size {size}",
-  ),
-  (
-    _bad_teacher,
-    ("weights", "teacher"),
+    f" size {size}",
+    (weights != 0) & ((targets < 0) | (targets >= size)),
+    targets,
+  )
+
+
+def _logit_faults(xp: Any, weights: Any, teacher_logits: Any) -> Faults:
+  is_finite = xp.isfinite(teacher_logits)
+  is_usable = is_finite | (teacher_logits == -xp.inf)
+  bad = ~(xp.all(is_usable, axis=-1) & xp.any(is_finite, axis=-1))
+  yield (
     "active teacher logits must have a finite value in each row, no NaN"
     " and no +inf",
-  ),
+    (weights != 0) & bad,
+    teacher_logits,
+  )
+
+
+def _top_k_faults(
+  xp: Any, size: Any, weights: Any, is_valid: Any, listed: Any, log_probs: Any
+) -> Faults:
+  is_active = weights != 0
+  is_read = xp.broadcast_to(is_active[..., None] & is_valid, listed.shape)
+  yield (
+    "active teacher token_ids must be nonnegative and smaller than vocabulary"
+    f" size {size}",
+    is_read & ((listed < 0) | (listed >= size)),
+    listed,
+  )
+  # What slots hold that are not read is negative and distinct.
+  others = ~xp.arange(listed.shape[-1], dtype=listed.dtype)
+  ids = xp.where(is_read, listed, xp.broadcast_to(others, listed.shape))
+  ids = xp.sort(ids, axis=-1)
+  is_repeated = ids[..., 1:] == ids[..., :-1]
+  yield (
+    "active teacher token_ids must be distinct in each row",
+    is_active & xp.any(is_repeated, axis=-1),
+    xp.max(xp.where(is_repeated, ids[..., 1:], -1), axis=-1, initial=-1),
+  )
+  is_number = ~xp.isnan(log_probs) & (log_probs != xp.inf)
+  yield (
+    "active teacher log_probs must be neither NaN nor +inf",
+    is_read & ~is_number,
+    log_probs,
+  )
+  finite = xp.sum(is_read & xp.isfinite(log_probs), axis=-1)
+  yield (
+    "active teacher rows must list at least one id of finite log_probs",
+    is_active & (finite == 0),
+    finite,
+  )
+  probs = xp.exp(_wide(xp, xp.where(is_read & is_number, log_probs, -xp.inf)))
+  mass = xp.sum(probs, axis=-1)
+  is_whole = xp.sum(is_read, axis=-1, dtype=size.dtype) == size
+  yield (
+    f"active teacher probabilities must sum to at most {1 + MASS_ROUNDING},"
+    f" and to at least {1 - MASS_ROUNDING} where all {size} ids are listed",
+    is_active
+    & ((mass > 1 + MASS_ROUNDING) | (is_whole & (mass < 1 - MASS_ROUNDING))),
+    mass,
+  )
+
+
+def _sample_faults(xp: Any, weights: Any, sampled: Any) -> Faults:
+  is_number = ~xp.isnan(sampled) & (sampled != xp.inf)
+  probs = xp.exp(_wide(xp, xp.where(is_number, sampled, xp.inf)))
+  yield (
+    "active teacher log_probs must be no NaN and of a probability of at most"
+    f" {1 + MASS_ROUNDING}",
+    (weights != 0) & ~(probs <= 1 + MASS_ROUNDING),
+    sampled,
+  )
+
+
+def _wide(xp: Any, array: Any) -> Any:
+  return array.astype(
+    np.float64 if xp is np else numerics.accumulation_dtype(array.dtype)
+  )
+
+
+# Each check, and the arrays that it reads.
+_VALUE_CHECKS: tuple[tuple[Callable[..., Faults], tuple[str, ...]], ...] = (
+  (_weight_faults, ("weights",)),
+  (_supervision_faults, ("is_supervised", "weights")),
+  (_segment_faults, ("is_supervised", "segments")),
+  (_target_faults, ("size", "weights", "targets")),
+  (_logit_faults, ("weights", "teacher_logits")),
+  (_top_k_faults, ("size", "weights", "is_valid", "listed", "log_probs")),
+  (_sample_faults, ("weights", "sampled")),
 )
+
+_IDS = ("segments", "targets", "listed")
+
+
+def is_usable_teacher(
+  teacher: TopKTeacher | SampledTokenTeacher,
+  weights: jax.Array,
+  vocabulary_size: int,
+) -> jax.Array:
+  """Where `[batch, length]` the value check refuses nothing, under trace."""
+  values = _teacher_values(teacher, vocabulary_size) | {"weights": weights}
+  faults = _top_k_faults if isinstance(teacher, TopKTeacher) else _sample_faults
+  names = dict(_VALUE_CHECKS)[faults]
+  is_usable = jnp.ones(weights.shape, bool)
+  for _, bad, _ in faults(jnp, **_readable(names, values)):
+    is_usable &= ~(bad if bad.ndim == weights.ndim else jnp.any(bad, axis=-1))
+  return is_usable
+
+
+def _readable(names: Iterable[str], values: dict[str, Any]) -> dict[str, Any]:
+  """The named values as device arrays, ids and size of one signed dtype."""
+  arrays = {
+    name: numerics.token_ids(values[name])
+    if name in (*_IDS, "size")
+    else jnp.asarray(values[name])
+    for name in names
+  }
+  ids = [arrays[name].dtype for name in _IDS if name in arrays]
+  wide = jnp.int64 if jnp.dtype(jnp.int64) in ids else jnp.int32
+  for name in {*_IDS, "size"} & arrays.keys():
+    arrays[name] = arrays[name].astype(wide)
+  if "weights" in arrays:
+    weights = arrays["weights"]
+    arrays["weights"] = weights.astype(
+      numerics.accumulation_dtype(weights.dtype)
+    )
+  return arrays
+
+
+def _size(vocabulary_size: int | None) -> np.ndarray:
+  return np.array(
+    np.iinfo(np.int32).max if vocabulary_size is None else vocabulary_size
+  )
 
 
 def _token_values(
@@ -421,10 +621,31 @@ def _token_values(
     values["segments"] = batch.segment_ids
   if check_targets:
     values["targets"] = batch.target_ids
-    values["size"] = np.array(
-      np.iinfo(np.int32).max if vocabulary_size is None else vocabulary_size
-    )
+    values["size"] = _size(vocabulary_size)
   return values
+
+
+def _teacher_values(
+  teacher: DenseTeacher | TopKTeacher | SampledTokenTeacher,
+  vocabulary_size: int | None,
+) -> dict[str, Any]:
+  if isinstance(teacher, SampledTokenTeacher):
+    return {"sampled": teacher.log_probs}
+  if isinstance(teacher, TopKTeacher):
+    return {
+      "size": _size(vocabulary_size),
+      "is_valid": np.True_ if teacher.is_valid is None else teacher.is_valid,
+      "listed": teacher.token_ids,
+      "log_probs": teacher.log_probs,
+    }
+  size = teacher.logits.shape[-1]
+  if vocabulary_size not in (None, size):
+    raise checks.fail(
+      ValueError,
+      "teacher and student must have one vocabulary",
+      f"teacher {size} and student {vocabulary_size}",
+    )
+  return {"teacher_logits": teacher.logits}
 
 
 def _as_read(array: Any) -> Any:
@@ -438,7 +659,7 @@ def _as_read(array: Any) -> Any:
 def _check_values(values: dict[str, Any]) -> None:
   values = {name: _as_read(array) for name, array in values.items()}
   on_device = []
-  for index, (_, names, _) in enumerate(_VALUE_CHECKS):
+  for index, (_, names) in enumerate(_VALUE_CHECKS):
     read = [values[name] for name in names if name in values]
     if len(read) < len(names) or not checks.is_concrete(*read):
       continue
@@ -449,9 +670,12 @@ def _check_values(values: dict[str, Any]) -> None:
   if not on_device:
     return
   wanted = {name for index in on_device for name in _VALUE_CHECKS[index][1]}
-  arrays = {name: values[name] for name in wanted}
-  for name in wanted & {"targets", "size", "segments"}:
-    arrays[name] = numerics.token_ids(arrays[name])
+  arrays = {
+    name: numerics.token_ids(values[name])
+    if name in (*_IDS, "size")
+    else values[name]
+    for name in wanted
+  }
   if _is_any_bad(tuple(on_device), arrays):
     for index in on_device:
       _check_on_host(index, {name: np.asarray(values[name]) for name in wanted})
@@ -459,37 +683,38 @@ def _check_values(values: dict[str, Any]) -> None:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _is_any_bad(indices: tuple[int, ...], arrays: dict[str, Any]) -> jax.Array:
-  if "weights" in arrays:
-    weights = arrays["weights"]
-    arrays["weights"] = weights.astype(
-      numerics.accumulation_dtype(weights.dtype)
-    )
-  if "size" in arrays:
-    arrays["size"] = arrays["size"].astype(arrays["targets"].dtype)
+  arrays = _readable(arrays, arrays)
   flags = []
   for index in indices:
-    is_bad, names, _ = _VALUE_CHECKS[index]
-    bad = is_bad(jnp, **{name: arrays[name] for name in names})
-    flags.append(jnp.any(bad))
+    faults, names = _VALUE_CHECKS[index]
+    for _, bad, _ in faults(jnp, **{name: arrays[name] for name in names}):
+      flags.append(jnp.any(bad))
   return jnp.any(jnp.stack(flags))
 
 
 def _check_on_host(index: int, values: dict[str, Any]) -> None:
-  is_bad, names, must = _VALUE_CHECKS[index]
-  arrays = {name: values[name] for name in names}
-  bad = is_bad(np, **arrays)
-  if not bad.any():
-    return
+  faults, names = _VALUE_CHECKS[index]
+  arrays = {
+    name: values[name].astype(np.int64) if name == "listed" else values[name]
+    for name in names
+  }
+  with np.errstate(over="ignore"):
+    for must, bad, report in faults(np, **arrays):
+      if bad.any():
+        raise _fault(must, bad, report)
+
+
+def _fault(must: str, bad: np.ndarray, report: np.ndarray) -> Exception:
   position = tuple(int(i) for i in np.argwhere(bad)[0])
-  received = arrays[names[-1]][position]
+  received = report[position]
   if received.ndim:  # a teacher's row: its first entry that is not usable
     unusable = np.isnan(received) | (received == np.inf)
     first = int(np.argmax(unusable))
     received = received[first] if unusable.any() else "no finite value"
     position += (first,) if unusable.any() else ()
   more = int(bad.sum()) - 1
-  raise checks.fail(
+  return checks.fail(
     ValueError,
-    must.format(**arrays),
+    must,
     f"{received} at {list(position)}" + (f" and {more} more" if more else ""),
   )

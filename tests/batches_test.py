@@ -40,6 +40,29 @@ def teacher(**changes):
   return do.DenseTeacher(**{"logits": zeros(2, 4, 3), **changes})
 
 
+def top_k(**changes):
+  fields = dict(
+    token_ids=zeros(2, 4, 2, dtype=np.int32),
+    log_probs=zeros(2, 4, 2),
+    temperature=1.0,
+    is_valid=zeros(2, 4, 2, dtype=bool),
+  )
+  return do.TopKTeacher(**{**fields, **changes})
+
+
+def sampled(**changes):
+  fields = dict(log_probs=zeros(2, 4), temperature=1.0)
+  return do.SampledTokenTeacher(**{**fields, **changes})
+
+
+def with_top_k(log_probs):
+  """A batch of a student and a top-k teacher of other shapes."""
+  teacher = top_k(
+    token_ids=zeros(2, 5, 2, dtype=np.int32), log_probs=log_probs, is_valid=None
+  )
+  return distillation_batch(teacher=teacher)
+
+
 def distillation_batch(logits=None, **changes):
   fields = dict(student_batch=token_batch(), teacher=teacher())
   if logits is not None:
@@ -231,6 +254,43 @@ OF_ARRAYS = [
     " received (2, 5, 3) and (2, 4)",
   ),
   (
+    top_k,
+    dict(token_ids=zeros(2, 4, 2)),
+    TypeError,
+    "token_ids must have integer dtype; received float32",
+  ),
+  (
+    top_k,
+    dict(token_ids=zeros(2, 4, 0, dtype=np.int32)),
+    ValueError,
+    "token_ids must list at least one id; received (2, 4, 0)",
+  ),
+  (
+    top_k,
+    dict(log_probs=zeros(2, 4, 3)),
+    ValueError,
+    "log_probs must match token_ids shape; received (2, 4, 3) and (2, 4, 2)",
+  ),
+  (
+    top_k,
+    dict(is_valid=zeros(2, 4, 2)),
+    TypeError,
+    "is_valid must have boolean dtype; received float32",
+  ),
+  (
+    sampled,
+    dict(log_probs=zeros(2, 4, 1)),
+    ValueError,
+    "log_probs must have shape [batch, length]; received float32[2, 4, 1]",
+  ),
+  (
+    with_top_k,
+    dict(log_probs=zeros(2, 5, 2)),
+    ValueError,
+    "teacher log_probs must match target_ids shape in its first 2 axes;"
+    " received (2, 5, 2) and (2, 4)",
+  ),
+  (
     forward_kl,
     dict(logits=zeros(2, 4, 3)),
     ValueError,
@@ -312,7 +372,8 @@ OTHERS = [
     distillation_batch,
     dict(teacher=zeros(2, 4, 3)),
     TypeError,
-    "teacher must be a DenseTeacher; received float32[2, 4, 3]",
+    "teacher must be a DenseTeacher or TopKTeacher or SampledTokenTeacher;"
+    " received float32[2, 4, 3]",
   ),
   (
     cross_entropy,
@@ -756,6 +817,136 @@ def test_a_distillation_batch_checks_its_student_batch(place):
       place(scored(TEACHER, **fields)).check_values(VOCABULARY)
   batch = place(scored(TEACHER, ids=-1 - IDS))
   batch.check_values(VOCABULARY, check_targets=False)
+
+
+# Values of the other teachers. The third position of the first row is inactive.
+
+LISTED = np.tile(np.array([5, 0, 3], np.int32), (2, 3, 1))
+LOG_PROBS = np.log(np.tile(np.float32([0.5, 0.3, 0.1]), (2, 3, 1)))
+NO_SLOT = np.ones((2, 3, 3), bool)
+
+
+def listing(ids=LISTED, log_probs=LOG_PROBS, is_valid=None):
+  teacher = do.TopKTeacher(
+    token_ids=ids, log_probs=log_probs, temperature=1.0, is_valid=is_valid
+  )
+  return do.DiffusionDistillationBatch(student_batch=values(), teacher=teacher)
+
+
+def sampling(log_probs):
+  teacher = do.SampledTokenTeacher(log_probs=log_probs, temperature=1.0)
+  return do.DiffusionDistillationBatch(student_batch=values(), teacher=teacher)
+
+
+OF_IDS = (
+  "active teacher token_ids must be nonnegative and smaller than vocabulary"
+  " size 8; received"
+)
+NUMBERS = "active teacher log_probs must be neither NaN nor +inf; received"
+LISTS = (
+  "active teacher rows must list at least one id of finite log_probs; received"
+)
+MASS = (
+  "active teacher probabilities must sum to at most 1.001, and to at least"
+  " 0.999 where all 8 ids are listed; received"
+)
+SAMPLE = (
+  "active teacher log_probs must be no NaN and of a probability of at most"
+  " 1.001; received"
+)
+FULL = np.tile(np.arange(8, dtype=np.int32), (2, 3, 1))
+
+BAD_TEACHERS = [
+  (listing(ids=at(LISTED, (1, 0, 2), -1)), f"{OF_IDS} -1 at [1, 0, 2]"),
+  (listing(ids=at(LISTED, (0, 1, 0), 8)), f"{OF_IDS} 8 at [0, 1, 0]"),
+  (listing(ids=at(LISTED, (0, 1, 0), 8, np.uint8)), f"{OF_IDS} 8 at [0, 1, 0]"),
+  (
+    listing(ids=at(LISTED, (1, 1, 0), 3)),
+    "active teacher token_ids must be distinct in each row; received 3 at"
+    " [1, 1]",
+  ),
+  (
+    listing(log_probs=at(LOG_PROBS, (1, 2, 1), NAN)),
+    f"{NUMBERS} nan at [1, 2, 1]",
+  ),
+  (
+    listing(log_probs=at(LOG_PROBS, (1, 2, 1), INF)),
+    f"{NUMBERS} inf at [1, 2, 1]",
+  ),
+  (
+    listing(log_probs=at(LOG_PROBS, (1, 0), -INF)),
+    f"{LISTS} 0 at [1, 0]",
+  ),
+  (
+    listing(is_valid=at(NO_SLOT, (1, 0), False)),
+    f"{LISTS} 0 at [1, 0]",
+  ),
+  (
+    listing(log_probs=at(LOG_PROBS, (0, 0), np.log(0.335))),
+    f"{MASS} 1.005",
+  ),
+  (listing(log_probs=at(LOG_PROBS, (0, 0, 0), 1e30)), f"{MASS} inf at [0, 0]"),
+  (
+    listing(ids=FULL, log_probs=np.full((2, 3, 8), np.log(0.1), np.float32)),
+    f"{MASS} 0.79",
+  ),
+  (sampling(at(-WEIGHTS, (1, 1), NAN)), f"{SAMPLE} nan at [1, 1]"),
+  (sampling(at(-WEIGHTS, (1, 1), INF)), f"{SAMPLE} inf at [1, 1]"),
+  (sampling(at(-WEIGHTS, (0, 0), 0.002)), f"{SAMPLE} 0.002"),
+]
+
+
+@jax.jit
+@jax.value_and_grad
+def divergence_of(logits, batch):
+  is_sampled = isinstance(batch.teacher, do.SampledTokenTeacher)
+  loss = do.sampled_reverse_kl_loss if is_sampled else do.forward_kl_loss
+  return loss(logits, batch).primary_loss.unreduced_sum
+
+
+@pytest.mark.parametrize("place", [PLACES["numpy"], PLACES["device"]])
+@pytest.mark.parametrize(
+  ("batch", "message"), BAD_TEACHERS, ids=[m for _, m in BAD_TEACHERS]
+)
+def test_a_bad_teacher_is_refused_and_nan_under_trace(batch, message, place):
+  batch = place(batch)
+  with pytest.raises(ValueError, match="^" + re.escape(message)):
+    batch.check_values(VOCABULARY)
+  batch.check_values(VOCABULARY, check_teacher=False)
+  value, gradient = divergence_of(TEACHER, batch)
+  assert np.isnan(value) and np.isnan(gradient).any()
+
+
+@everywhere
+def test_what_a_teacher_may_hold_is_accepted(place):
+  for batch in (
+    listing(),
+    listing(ids=LISTED.astype(np.uint8)),
+    listing(ids=LISTED.astype(np.int64)),
+    listing(log_probs=LOG_PROBS.astype(ml_dtypes.bfloat16)),
+    listing(log_probs=at(LOG_PROBS, (1, 1, 0), -INF)),
+    # Rounding of stored probabilities, and what is inactive or lists nothing.
+    listing(log_probs=at(LOG_PROBS, (0, 0), np.log(1.0005 / 3))),
+    listing(ids=at(LISTED, (0, 2), -9), log_probs=at(LOG_PROBS, (0, 2), NAN)),
+    listing(
+      ids=at(LISTED, (1, 1, 0), 0),
+      log_probs=at(LOG_PROBS, (1, 1, 0), INF),
+      is_valid=at(NO_SLOT, (1, 1, 0), False),
+    ),
+    sampling(-WEIGHTS),
+    sampling(at(-WEIGHTS, (1, 1), -INF)),
+    sampling(at(-WEIGHTS, (0, 2), NAN)),
+  ):
+    place(batch).check_values(VOCABULARY)
+    place(batch).check_values()
+
+
+def test_a_slot_that_lists_nothing_is_no_id_of_a_narrow_dtype():
+  """Of 256 ids in uint8, none is kept for what is not read."""
+  ids = at(LISTED, (1, 1), (255, 254, 253), np.uint8)
+  is_valid = at(NO_SLOT, (1, 1, 2), False)
+  for place in (PLACES["numpy"], PLACES["device"]):
+    place(listing(ids=ids, is_valid=is_valid)).check_values(256)
 
 
 # What is not read, and what reading costs.

@@ -206,6 +206,21 @@ WEIGHTED_CROSS_ENTROPY = {
   },
 }
 
+# Probabilities of one row, how many ids the teacher lists, and the divergence
+# of the whole row.
+TOP_K = {
+  "KL-10": {
+    "source": "verl-project/verl#7856",
+    "teacher_probs": [0.5, 0.2, 0.2, 0.1],
+    "student_probs": [0.9, 0.05, 0.03, 0.02],
+    "k": 1,
+    "expect": {"sum": 0.5108256238, "full": 0.523733328},
+    "wrong": [["truncated", "sum", -0.2938933325],
+              ["truncated and clamped", "sum", 0.0],
+              ["top-1 renormalised is always 0", "sum", 0.0]],
+  },
+}
+
 # Student and teacher logits of one row.
 FORWARD_KL = {
   "KL-01": {

@@ -28,7 +28,6 @@ P = jax.sharding.PartitionSpec
 EXCLUDED = {
   "SWivid/F5-TTS#631": "an exponential average of parameters; there is none",
   "pytorch/pytorch#73205": "label smoothing; there is none",
-  "verl-project/verl#7856": "a teacher's top k; teachers are dense",
 }
 
 
@@ -283,6 +282,32 @@ def test_forward_kl_refuses_another_length():
 
 def test_every_refused_divergence_case_is_tested():
   assert set(KL_REFUSED) == {"KL-09", "KL-13"}
+
+
+@of(cases.TOP_K)
+def test_a_top_k_teacher_has_a_tail(case):
+  log_p, log_q = (
+    np.log(np.float32([[case[name]]]))
+    for name in ("teacher_probs", "student_probs")
+  )
+  ids = np.argsort(-log_p, axis=-1)[..., : case["k"]].astype(np.int32)
+  listed = np.take_along_axis(log_p, ids, axis=-1)
+  batch = do.DiffusionDistillationBatch(
+    student_batch=do.DiffusionTokenBatch(
+      model_inputs=log_q,
+      target_ids=np.zeros((1, 1), np.int32),
+      loss_weights=np.ones((1, 1), np.float32),
+    ),
+    teacher=do.DenseTeacher(logits=log_p),
+  )
+  cut = do.TopKTeacher(token_ids=ids, log_probs=listed, temperature=1.0)
+  results = {
+    name: evaluate(
+      do.forward_kl_loss, log_q, dataclasses.replace(batch, teacher=teacher)
+    )["sum"]
+    for name, teacher in (("full", batch.teacher), ("sum", cut))
+  }
+  assert_right_and_not_wrong(case, results)
 
 
 # The on-policy mix.

@@ -29,6 +29,70 @@ def forward_kl(teacher, student, temperature=1.0):
   return terms.sum(axis=-1)
 
 
+# Divergences, of log-probabilities over the last axis.
+
+
+def relative_entropy(log_x, log_y):
+  """`sum x (log x - log y)`, with 0 where `x` is 0."""
+  x = np.exp(log_x)
+  with np.errstate(invalid="ignore"):
+    return np.where(x > 0, x * (log_x - log_y), 0.0).sum(axis=-1)
+
+
+def log_mixture(log_x, log_y, share):
+  """`log((1 - share) x + share y)`."""
+  return np.logaddexp(np.log1p(-share) + log_x, np.log(share) + log_y)
+
+
+def reverse_kl(log_p, log_q):
+  return relative_entropy(log_q, log_p)
+
+
+def jensen_shannon(log_p, log_q, beta, normalize=False):
+  log_m = log_mixture(log_p, log_q, 1 - beta)
+  value = beta * relative_entropy(log_p, log_m)
+  value += (1 - beta) * relative_entropy(log_q, log_m)
+  return value / (beta * (1 - beta)) if normalize else value
+
+
+def skew_forward_kl(log_p, log_q, ratio):
+  return relative_entropy(log_p, log_mixture(log_p, log_q, 1 - ratio))
+
+
+def skew_reverse_kl(log_p, log_q, ratio):
+  return relative_entropy(log_q, log_mixture(log_p, log_q, ratio))
+
+
+def total_variation(log_p, log_q):
+  return np.abs(np.exp(log_p) - np.exp(log_q)).sum(axis=-1) / 2
+
+
+def _log(x):
+  with np.errstate(divide="ignore"):
+    return np.log(x)
+
+
+def categories(teacher, logits, temperature=1.0):
+  """Log-probabilities of teacher and student on the teacher's categories."""
+  log_q = log_softmax(logits, temperature)
+  if hasattr(teacher, "logits"):
+    return log_softmax(teacher.logits, temperature), log_q
+  ids, log_p = teacher.token_ids, np.asarray(teacher.log_probs, np.float64)
+  vocabulary = np.shape(logits)[-1]
+  is_valid = np.ones(ids.shape, bool)
+  if teacher.is_valid is not None:
+    is_valid = np.asarray(teacher.is_valid)
+  p = np.exp(np.where(is_valid, log_p, -np.inf))
+  listed = (ids[..., None] == np.arange(vocabulary)) & is_valid[..., None]
+  q = (listed * np.exp(log_q)[..., None, :]).sum(axis=-1)
+  rest = np.where(listed.any(axis=-2), 0.0, np.exp(log_q))
+  tail = np.maximum(1 - p.sum(axis=-1, keepdims=True), 0)
+  tail = np.where(is_valid.sum(axis=-1, keepdims=True) == vocabulary, 0, tail)
+  p = np.concatenate([p, tail], axis=-1)
+  q = np.concatenate([q, rest.sum(axis=-1, keepdims=True)], axis=-1)
+  return _log(p / p.sum(axis=-1, keepdims=True)), _log(q)
+
+
 def weighted(values, weights):
   """`sum w v`, reading no value of weight 0."""
   weights = np.asarray(weights, np.float64)

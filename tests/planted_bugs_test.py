@@ -3,6 +3,7 @@
 And they have no prejudice: correct losses of unusual form pass all of them.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ import pytest
 import diffusion_objectives as do
 from diffusion_objectives.testing import laws
 from diffusion_objectives.testing import strategies
+from tests import oracles
 from tests.objectives import cross_entropy_test
 from tests.objectives import distillation_test
 
@@ -164,11 +166,192 @@ def kl_reversed(logits, batch):
   return output(total, by_weights(batch.student_batch))
 
 
+# Planted bugs of the other divergences, each in an otherwise right form.
+
+
+def divergence_total(logits, batch, terms, teacher=None, temperature=1.0):
+  """`T^2 sum w sum_v terms(log_p, log_q)`, with a log-softmax of each row."""
+  weights, active, z, _, _ = safe(logits, batch.student_batch)
+  if teacher is None:
+    teacher = jax.nn.log_softmax(
+      jnp.where(active[..., None], batch.teacher.logits, 0) / temperature
+    )
+  values = jnp.sum(
+    terms(jax.lax.stop_gradient(teacher), jax.nn.log_softmax(z / temperature)),
+    axis=-1,
+  )
+  total = jnp.sum(jnp.where(active, weights * values, 0))
+  return output(temperature**2 * total, by_weights(batch.student_batch))
+
+
+def relative_entropy(log_x, log_y):
+  return jnp.exp(log_x) * (log_x - log_y)
+
+
+def log_mixture(log_x, log_y, share):
+  return jnp.logaddexp(log_x + np.log1p(-share), log_y + np.log(share))
+
+
+def reverse_kl_written_forward(logits, batch):
+  return divergence_total(logits, batch, relative_entropy)
+
+
+def js_terms(log_p, log_q, beta, log_m):
+  return beta * relative_entropy(log_p, log_m) + (1 - beta) * relative_entropy(
+    log_q, log_m
+  )
+
+
+def mixture_of_log_probabilities(logits, batch):
+  def terms(log_p, log_q):
+    return js_terms(log_p, log_q, 0.1, 0.1 * log_p + 0.9 * log_q)
+
+  return divergence_total(logits, batch, terms)
+
+
+def beta_swapped(logits, batch):
+  def terms(log_p, log_q):
+    return js_terms(log_p, log_q, 0.1, log_mixture(log_p, log_q, 0.1))
+
+  return divergence_total(logits, batch, terms)
+
+
+def skew_on_the_wrong_side(logits, batch):
+  def terms(log_p, log_q):
+    return relative_entropy(log_p, log_mixture(log_p, log_q, 0.1))
+
+  return divergence_total(logits, batch, terms)
+
+
+def total_variation_without_the_half(logits, batch):
+  def terms(log_p, log_q):
+    return jnp.abs(jnp.exp(log_p) - jnp.exp(log_q))
+
+  return divergence_total(logits, batch, terms)
+
+
+# Planted bugs of top-k teachers.
+
+
+def listed(logits, batch, temperature=2.0, stop=True):
+  """Weights, activity, and log-probabilities of both sides on the list."""
+  weights, active, z, _, _ = safe(logits, batch.student_batch)
+  is_listed = jnp.broadcast_to(active[..., None], batch.teacher.token_ids.shape)
+  if batch.teacher.is_valid is not None:
+    is_listed &= batch.teacher.is_valid
+  ids = jnp.where(is_listed, batch.teacher.token_ids, 0)
+  log_p = jnp.where(is_listed, batch.teacher.log_probs, 0)
+  log_p = jax.lax.stop_gradient(log_p) if stop else log_p
+  log_q = jnp.take_along_axis(jax.nn.log_softmax(z / temperature), ids, axis=-1)
+  return weights, active, is_listed, log_p, log_q
+
+
+def list_total(batch, weights, active, values, temperature=2.0):
+  total = jnp.sum(jnp.where(active, weights * values, 0))
+  return output(temperature**2 * total, by_weights(batch.student_batch))
+
+
+def tail_terms(is_listed, log_p, log_q):
+  """Of the tail, from 1 minus the listed mass on both sides."""
+  p, q = (
+    jnp.sum(jnp.where(is_listed, jnp.exp(row), 0), axis=-1)
+    for row in (log_p, log_q)
+  )
+  has_tail = p < 1 - 1e-6
+  p = jnp.where(has_tail, p, 0.5)
+  return jnp.where(has_tail, (1 - p) * (jnp.log1p(-p) - jnp.log1p(-q)), 0)
+
+
+def list_terms(is_listed, log_p, log_q):
+  return jnp.sum(
+    jnp.where(is_listed, relative_entropy(log_p, log_q), 0), axis=-1
+  )
+
+
+def list_without_its_tail(logits, batch):
+  weights, active, *rows = listed(logits, batch)
+  return list_total(batch, weights, active, list_terms(*rows))
+
+
+def list_renormalised(logits, batch):
+  weights, active, is_listed, log_p, log_q = listed(logits, batch)
+  rows = [
+    row
+    - jax.nn.logsumexp(
+      jnp.where(is_listed | ~active[..., None], row, -jnp.inf),
+      axis=-1,
+      keepdims=True,
+    )
+    for row in (log_p, log_q)
+  ]
+  return list_total(batch, weights, active, list_terms(is_listed, *rows))
+
+
+def tail_of_one_minus_the_list(logits, batch):
+  weights, active, *rows = listed(logits, batch)
+  values = list_terms(*rows) + tail_terms(*rows)
+  return list_total(batch, weights, active, values)
+
+
+def temperature_ignored_for_the_list(logits, batch):
+  teacher = dataclasses.replace(batch.teacher, temperature=1.0)
+  found = do.forward_kl_loss(
+    logits, dataclasses.replace(batch, teacher=teacher)
+  ).primary_loss
+  return output(4 * found.unreduced_sum, found.denominator)
+
+
+def gradient_into_the_list(logits, batch):
+  weights, active, *rows = listed(logits, batch, stop=False)
+  exact = do.forward_kl_loss(logits, batch, temperature=2.0).primary_loss
+  leak = list_terms(rows[0], rows[1], jax.lax.stop_gradient(rows[2]))
+  leak = leak - jax.lax.stop_gradient(leak)  # 0, but for its gradient
+  total = jnp.sum(jnp.where(active, weights * leak, 0))
+  return output(exact.unreduced_sum + total, exact.denominator)
+
+
+def k3_as_the_loss(logits, batch):
+  weights, active, z, ids, is_valid = safe(logits, batch.student_batch)
+  log_p = jnp.where(active, batch.teacher.log_probs, 0)
+  ratio = -token_losses(z / 2, ids) - jax.lax.stop_gradient(log_p)
+  values = jnp.where(is_valid, jnp.expm1(-ratio) + ratio, jnp.nan)
+  return list_total(batch, weights, active, values)
+
+
 CROSS_ENTROPY = dict(oracle=cross_entropy_test.oracle)
 DIVERGENCE = dict(
   oracle=functools.partial(distillation_test.kl_oracle, temperature=2.0),
   build=strategies.distillation_case,
   uses_targets=False,
+)
+
+
+def of_divergence(of, **options):
+  return (
+    dict(
+      oracle=functools.partial(distillation_test.divergence_oracle, of=of),
+      build=strategies.distillation_case,
+      uses_targets=False,
+    )
+    | options
+  )
+
+
+JENSEN_SHANNON = of_divergence(
+  functools.partial(oracles.jensen_shannon, beta=0.1)
+)
+TOP_K = dict(
+  oracle=functools.partial(
+    distillation_test.divergence_oracle,
+    of=oracles.relative_entropy,
+    temperature=2.0,
+  ),
+  build=functools.partial(strategies.top_k_case, temperature=2.0),
+  uses_targets=False,
+)
+SAMPLED = dict(
+  oracle=functools.partial(distillation_test.sampled_oracle, temperature=2.0),
+  build=functools.partial(strategies.sampled_case, temperature=2.0),
 )
 
 BUGS = [
@@ -189,6 +372,35 @@ BUGS = [
   (temperature_squared_twice, DIVERGENCE, {"equals_oracle"}),
   (gradient_into_the_teacher, DIVERGENCE, {"teacher_is_constant"}),
   (kl_reversed, DIVERGENCE, {"equals_oracle"}),
+  (
+    reverse_kl_written_forward,
+    of_divergence(oracles.reverse_kl),
+    {"equals_oracle"},
+  ),
+  (mixture_of_log_probabilities, JENSEN_SHANNON, {"equals_oracle"}),
+  (beta_swapped, JENSEN_SHANNON, {"equals_oracle"}),
+  (
+    skew_on_the_wrong_side,
+    of_divergence(functools.partial(oracles.skew_forward_kl, ratio=0.1)),
+    {"equals_oracle"},
+  ),
+  (
+    total_variation_without_the_half,
+    of_divergence(
+      oracles.total_variation, build=distillation_test.off_the_kinks
+    ),
+    {"equals_oracle"},
+  ),
+  (list_without_its_tail, TOP_K, {"equals_oracle"}),
+  (list_renormalised, TOP_K, {"equals_oracle"}),
+  (
+    tail_of_one_minus_the_list,
+    TOP_K,
+    {"equals_oracle", "gradients_are_finite"},
+  ),
+  (temperature_ignored_for_the_list, TOP_K, {"equals_oracle"}),
+  (gradient_into_the_list, TOP_K, {"teacher_is_constant"}),
+  (k3_as_the_loss, SAMPLED, {"equals_oracle"}),
 ]
 
 

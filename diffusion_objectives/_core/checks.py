@@ -9,10 +9,13 @@ from collections.abc import Mapping
 import math
 import numbers
 from typing import Any
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+_T = TypeVar("_T")
 
 
 def fail(kind: type[Exception], must: str, received: object) -> Exception:
@@ -202,10 +205,12 @@ def function(name: str, value: Any) -> None:
     raise fail(TypeError, f"{name} must be callable", describe(value))
 
 
-def instance(name: str, value: Any, kind: type) -> None:
-  """Checks a value's class."""
-  if not isinstance(value, kind):
-    raise fail(TypeError, f"{name} must be a {kind.__name__}", describe(value))
+def instance(name: str, value: Any, *kinds: type[_T]) -> _T:
+  """Checks that a value is of one of the classes, and returns it."""
+  if not isinstance(value, kinds):
+    names = " or ".join(kind.__name__ for kind in kinds)
+    raise fail(TypeError, f"{name} must be a {names}", describe(value))
+  return value
 
 
 def mapping(name: str, value: Any, kind: type) -> None:

@@ -6,6 +6,7 @@ and sums run in at least float32. A value that the batch's value check would
 refuse becomes NaN, in the value and in the gradient, never a finite number.
 """
 
+from collections.abc import Callable
 import functools
 
 import jax
@@ -92,34 +93,37 @@ def _is_target(logits: jax.Array, ids: jax.Array) -> jax.Array:
   return vocabulary == ids[..., None]
 
 
-@jax.custom_jvp
-def _negative_log_likelihood(logits: jax.Array, ids: jax.Array) -> jax.Array:
-  log_probs, _ = log_softmax(logits)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
+def _negative_log_likelihood(
+  logits: jax.Array, ids: jax.Array, temperature: float
+) -> jax.Array:
+  log_probs, _ = log_softmax(logits, temperature)
   return -jnp.sum(jnp.where(_is_target(logits, ids), log_probs, 0), axis=-1)
 
 
 @_negative_log_likelihood.defjvp
-def _negative_log_likelihood_jvp(primals, tangents):
+def _negative_log_likelihood_jvp(temperature, primals, tangents):
   logits, ids = primals
-  _, probs = log_softmax(logits)
+  _, probs = log_softmax(logits, temperature)
   gradient = probs - _is_target(logits, ids).astype(probs.dtype)
   return (
-    _negative_log_likelihood(logits, ids),
-    jnp.sum(gradient * tangents[0], axis=-1),
+    _negative_log_likelihood(logits, ids, temperature),
+    jnp.sum(gradient / temperature * tangents[0], axis=-1),
   )
 
 
 def token_negative_log_likelihood(
-  logits: jax.Array, ids: jax.Array
+  logits: jax.Array, ids: jax.Array, temperature: float = 1.0
 ) -> jax.Array:
-  """`-log softmax(z)[id]` over the last axis; gradient `softmax(z) - onehot`.
+  """`-log softmax(z / T)[id]`; gradient `(softmax(z / T) - onehot) / T`.
 
   +inf, with that finite gradient, where the id's own logit is -inf. NaN where
   the id lies outside the vocabulary.
   """
   is_valid = (ids >= 0) & (ids < logits.shape[-1])
   return poison(
-    _negative_log_likelihood(logits, jnp.where(is_valid, ids, 0)), is_valid
+    _negative_log_likelihood(logits, jnp.where(is_valid, ids, 0), temperature),
+    is_valid,
   )
 
 
@@ -136,69 +140,146 @@ def _exp_minus_tangent(d: jax.Array) -> jax.Array:
   return d * d / 2 * tail
 
 
-def _difference(p: jax.Array, q: jax.Array, d: jax.Array) -> jax.Array:
+def difference(p: jax.Array, q: jax.Array, d: jax.Array) -> jax.Array:
   """`q - p`, as `p (exp(d) - 1)` where that keeps more digits."""
   is_small = (jnp.abs(d) < 1) & (p != 0)
   return jnp.where(is_small, p * jnp.expm1(jnp.where(is_small, d, 0)), q - p)
 
 
-def _forward_kl_parts(
+def product(x: jax.Array, y: jax.Array) -> jax.Array:
+  """`x y`, and 0 where `x` is 0, whatever `y` is."""
+  return x * jnp.where(x == 0, 0, y)
+
+
+def kl_terms(x: jax.Array, y: jax.Array, e: jax.Array) -> jax.Array:
+  """`x log(x / y) - x + y`, from `e = log y - log x`; nonnegative.
+
+  `x (exp(e) - 1 - e)`, so that small ones keep their digits; a large `e` is
+  summed as `y - x - x e`, which does not overflow. `y` where `x` is 0, +inf
+  where `y` alone is (`e = -inf`).
+  """
+  is_small = jnp.abs(e) < 1
+  series = x * _exp_minus_tangent(jnp.where(is_small, e, 0))
+  return jnp.where(is_small, series, (y - x) - product(x, e))
+
+
+def log_mixture(d: jax.Array, share: float) -> jax.Array:
+  """`log((1 - share) + share exp(d))` for `0 < share < 1` and any `d`.
+
+  With `d = log y - log x` it is `log((1 - share) x + share y) - log x`. It
+  keeps its digits where it is small and does not overflow.
+  """
+  is_up = d > 80  # exp(d) is still finite in float32
+  is_down = (d < -1) & (share > 0.5)  # log1p would cancel
+  near = jnp.where(is_up | is_down, 0, d)
+  up, down = jnp.where(is_up, d, 0), jnp.where(is_down, d, 0)
+  return jnp.where(
+    is_up,
+    up + jnp.log(share + (1 - share) * jnp.exp(-up)),
+    jnp.where(
+      is_down,
+      jnp.log((1 - share) + share * jnp.exp(down)),
+      jnp.log1p(share * jnp.expm1(near)),
+    ),
+  )
+
+
+def _pair(
   teacher: jax.Array, student: jax.Array, temperature: float
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """`p`, `q` and `d = log q - log p` (0 where `p == 0`)."""
+  """`p`, `q` and `d = log q - log p`, from rows of logits.
+
+  `d` is -inf where the student's logit alone is, +inf where the teacher's alone
+  is, and 0 where both are.
+  """
   log_p, p = log_softmax(teacher, temperature)
   log_q, q = log_softmax(student, temperature)
-  t, s = jnp.where(p == 0, 0, teacher), jnp.where(p == 0, 0, student)
+  is_out = (teacher == -jnp.inf) & (student == -jnp.inf)
+  t, s = jnp.where(is_out, 0, teacher), jnp.where(is_out, 0, student)
   top_t = jnp.max(teacher, axis=-1, keepdims=True)
   top_s = jnp.max(student, axis=-1, keepdims=True)
   # The differences of near rows are exact; those of far ones lose less when
   # each row is shifted first.
   offset = top_s - top_t
-  difference = jnp.where(
+  gap = jnp.where(
     jnp.abs(offset) < 8, (s - t) - offset, (s - top_s) - (t - top_t)
   )
   # A row's largest log-probability is minus the log-sum of its shifted row.
   log_sums = jnp.max(log_q, axis=-1, keepdims=True) - jnp.max(
     log_p, axis=-1, keepdims=True
   )
-  d = jnp.where(p == 0, 0, difference / temperature + log_sums)
+  d = jnp.where(is_out, 0, gap / temperature + log_sums)
   # What rounding is common to a row's d shows in sum (q - p), which is 0.
-  common = jnp.sum(_difference(p, q, d), axis=-1, keepdims=True)
-  return p, q, jnp.where(p == 0, 0, d - common)
+  common = jnp.sum(difference(p, q, d), axis=-1, keepdims=True)
+  return p, q, jnp.where(is_out, 0, d - common)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def token_forward_kl(
-  teacher: jax.Array, student: jax.Array, temperature: float
+Pointwise = Callable[
+  [jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]
+]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 3))
+def token_divergence(
+  pointwise: Pointwise,
+  teacher: jax.Array,
+  student: jax.Array,
+  temperature: float,
 ) -> jax.Array:
-  """`KL(p || q)` over the last axis; a constant in the teacher.
+  """`sum_v g(p_v, q_v)` over the last axis; a constant in the teacher.
 
-  `p = softmax(teacher / T)`, `q = softmax(student / T)`. As `p` and `q` both
-  sum to 1,
-
-    sum p (log p - log q) = sum p (exp(d) - 1 - d),    d = log q - log p,
-
-  with every term nonnegative: small divergences keep their digits. An entry
-  with `p == 0` contributes `q` to the right-hand side, whatever its logits; a
-  large `d` is summed as `q - p - p d`, which does not overflow. The gradient in
-  the student's logits is `(q - p) / T`, also where the value is +inf.
+  `p = softmax(teacher / T)`, `q = softmax(student / T)`. `pointwise` maps
+  `(p, q, d)`, with `d = log q - log p`, to the terms `g` and to
+  `h = q dg/dq`; the gradient in the student's logits is `(h - q sum h) / T`,
+  also where the value is +inf.
   """
-  p, q, d = _forward_kl_parts(teacher, student, temperature)
-  is_small = jnp.abs(d) < 1
-  series = p * _exp_minus_tangent(jnp.where(is_small, d, 0))
-  plain = (q - p) - p * d
-  terms = jnp.where(p == 0, q, jnp.where(is_small, series, plain))
+  terms, _ = pointwise(*_pair(teacher, student, temperature))
   return jnp.sum(terms, axis=-1)
 
 
-@token_forward_kl.defjvp
-def _token_forward_kl_jvp(temperature, primals, tangents):
+@token_divergence.defjvp
+def _token_divergence_jvp(pointwise, temperature, primals, tangents):
   teacher, student = primals
-  p, q, d = _forward_kl_parts(teacher, student, temperature)
-  gradient = _difference(p, q, d) / temperature
-  return (
-    token_forward_kl(teacher, student, temperature),
-    jnp.sum(gradient * tangents[1], axis=-1),
+  p, q, d = _pair(teacher, student, temperature)
+  terms, h = pointwise(p, q, d)
+  slope = (h - q * jnp.sum(h, axis=-1, keepdims=True)) / temperature
+  return jnp.sum(terms, axis=-1), jnp.sum(slope * tangents[1], axis=-1)
+
+
+def list_and_tail(
+  logits: jax.Array, ids: jax.Array, is_listed: jax.Array, temperature: float
+) -> jax.Array:
+  """Logits `[..., k + 1]` of listed ids and of all other ids together.
+
+  The last one is `T log sum exp(z / T)` over the ids that are not listed, so
+  that `softmax(. / T)` of the result has their total probability; -inf, with
+  gradient 0, where there are none. A slot that lists nothing is -inf.
+
+  Args:
+    logits: `[..., vocabulary]`.
+    ids: `[..., k]`, each within the vocabulary.
+    is_listed: `[..., k]`, whether the slot counts.
+    temperature: `T`.
+  """
+  # take_along_axis and a scatter that is batched over the leading axes are
+  # partitioned along a sharded vocabulary without gathering it.
+  listed = jnp.where(
+    is_listed, jnp.take_along_axis(logits, ids, axis=-1), -jnp.inf
+  )
+
+  def exclude(ids):
+    return jnp.zeros(logits.shape[-1:], bool).at[ids].set(True, mode="drop")
+
+  for _ in ids.shape[:-1]:
+    exclude = jax.vmap(exclude)
+  is_excluded = exclude(jnp.where(is_listed, ids, logits.shape[-1]))
+  rest = jnp.where(is_excluded, -jnp.inf, logits)
+  top = jnp.max(rest, axis=-1, keepdims=True)
+  top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
+  total = jnp.sum(jnp.exp((rest - top) / temperature), axis=-1, keepdims=True)
+  tail = top + temperature * jnp.log(jnp.where(total == 0, 1, total))
+  return jnp.concatenate(
+    [listed, jnp.where(total == 0, -jnp.inf, tail)], axis=-1
   )
 
 

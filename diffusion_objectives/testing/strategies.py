@@ -132,6 +132,63 @@ def distillation_case(regime: Regime) -> Case:
   )
 
 
+def top_k_case(regime: Regime, *, temperature: float = 1.0, k: int = 3) -> Case:
+  """Student logits and a batch with a `TopKTeacher` at the temperature.
+
+  Where `k` is not smaller than the vocabulary, all ids are listed. The buckets
+  that carry `is_supervised` also carry `is_valid`: half of their slots beyond
+  the first list nothing, and hold an id and a log-probability that no valid
+  slot may.
+  """
+  case = distillation_case(regime)
+  log_probs = _log_softmax(case.batch.teacher.logits, temperature)
+  k = min(k, regime.shape[-1])
+  ids = np.argsort(-log_probs, axis=-1)[..., :k].astype(np.int32)
+  listed = np.take_along_axis(log_probs, ids, axis=-1).astype(np.float32)
+  is_valid = None
+  if SHAPES.index(regime.shape) % 2:
+    is_valid = np.random.default_rng((regime.seed, 1)).random(ids.shape) < 0.5
+    is_valid[..., 0] = True
+    ids = np.where(is_valid, ids, -7)
+    listed = np.where(is_valid, listed, np.float32(np.nan))
+  teacher = batches.TopKTeacher(
+    token_ids=ids, log_probs=listed, temperature=temperature, is_valid=is_valid
+  )
+  return dataclasses.replace(
+    case, batch=dataclasses.replace(case.batch, teacher=teacher)
+  )
+
+
+def sampled_case(regime: Regime, *, temperature: float = 1.0) -> Case:
+  """Student logits and a batch of ids drawn from them, on policy.
+
+  Its `SampledTokenTeacher` has a dense teacher's log-probabilities of them.
+  """
+  case = distillation_case(regime)
+  rng = np.random.default_rng((regime.seed, 1))
+  noise = rng.gumbel(size=regime.shape)  # the largest is a draw
+  drawn = np.argmax(case.prediction / temperature + noise, axis=-1)
+  ids = drawn.astype(np.int32)
+  log_probs = np.take_along_axis(
+    _log_softmax(case.batch.teacher.logits, temperature), ids[..., None], -1
+  )
+  teacher = batches.SampledTokenTeacher(
+    log_probs=log_probs[..., 0].astype(np.float32), temperature=temperature
+  )
+  batch = replace_tokens(case.batch, target_ids=ids)
+  return Case(
+    prediction=case.prediction,
+    batch=dataclasses.replace(batch, teacher=teacher),
+    magnitude=case.magnitude * (1 + regime.scale),  # squares
+  )
+
+
+def _log_softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
+  rows = logits.astype(np.float64) / temperature
+  rows -= rows.max(axis=-1, keepdims=True)
+  return rows - np.log(np.exp(rows).sum(axis=-1, keepdims=True))
+
+
 def token_part(batch: Any) -> batches.DiffusionTokenBatch:
   """The token batch of either kind of batch."""
   if isinstance(batch, batches.DiffusionDistillationBatch):
@@ -150,16 +207,19 @@ def replace_tokens(batch: Any, **changes: Any) -> Any:
 
 
 def poison_tokens(case: Case, token_id: int, value: float) -> Case:
-  """Fills every position of weight 0: ids, logits, and the teacher's logits."""
+  """Fills every position of weight 0: ids, logits, and what a teacher has."""
   tokens = token_part(case.batch)
   is_inactive = np.asarray(tokens.loss_weights) == 0
 
-  def fill(rows: np.ndarray) -> np.ndarray:
-    return np.where(is_inactive[..., None], rows.dtype.type(value), rows)
+  def fill(array: np.ndarray) -> np.ndarray:
+    is_filled = is_inactive.reshape(
+      is_inactive.shape + (1,) * (array.ndim - is_inactive.ndim)
+    )
+    poison = value if array.dtype.kind == "f" else token_id
+    return np.where(is_filled, np.asarray(poison).astype(array.dtype), array)
 
   batch = replace_tokens(
-    case.batch,
-    target_ids=np.where(is_inactive, np.int32(token_id), tokens.target_ids),
+    case.batch, target_ids=fill(np.asarray(tokens.target_ids))
   )
   if isinstance(batch, batches.DiffusionDistillationBatch):
     batch = dataclasses.replace(

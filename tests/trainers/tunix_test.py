@@ -478,6 +478,26 @@ def test_a_term_of_coefficient_0_is_neither_used_nor_checked():
       assert np.isfinite(history(trainer, "loss")).all()
 
 
+def test_a_teacher_that_lists_all_ids_trains_as_a_dense_one():
+  dense = distillation_batch(np.random.default_rng(0))
+  log_probs = np.asarray(jax.nn.log_softmax(dense.teacher.logits))
+  ids = np.arange(log_probs.shape[-1], dtype=np.int32)
+  teacher = do.TopKTeacher(
+    token_ids=np.tile(ids, (*log_probs.shape[:2], 1)),
+    log_probs=log_probs,
+    temperature=1.0,
+  )
+  trained = []
+  for batch in (dense, dataclasses.replace(dense, teacher=teacher)):
+    trainer = make_trainer()
+    tunix.configure_prepared_diffusion_opd(
+      trainer, divergence=do.divergences.jensen_shannon()
+    )
+    trainer.train([batch])
+    trained.append(parameters(trainer))
+  assert largest_difference(*trained) < 1e-6
+
+
 def test_without_value_checks_a_bad_value_is_nan_not_a_number():
   trainer = make_trainer()
   tunix.configure_prepared_diffusion_opd(trainer, check_values=False)
@@ -510,6 +530,12 @@ def test_the_unit_of_the_first_batch_is_kept():
     ({"check_values": 1}, TypeError, "check_values must be a bool"),
     ({"batch_adapter": 3}, TypeError, "batch_adapter must be callable"),
     ({"student_logits_fn": 3}, TypeError, "logits_fn must be callable"),
+    ({"divergence": "kl"}, TypeError, "divergence must be a Divergence"),
+    (
+      {"divergence": do.divergences.total_variation, "temperature": 2.0},
+      ValueError,
+      "must be of second order",
+    ),
   ],
 )
 def test_hyper_parameters_are_checked_at_configuration(options, error, message):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from diffusion_objectives import batches
+from diffusion_objectives import divergences
 from diffusion_objectives._core import checks
 from diffusion_objectives.objectives import cross_entropy
 from diffusion_objectives.objectives import distillation
@@ -199,6 +200,7 @@ def configure_prepared_diffusion_opd(
   temperature: float = 1.0,
   soft_loss_weight: float = 1.0,
   hard_loss_weight: float = 0.0,
+  divergence: divergences.Divergence = divergences.forward_kl,
   denominator: str | None = None,
   check_values: bool = True,
   metadata: Mapping[str, Any] | None = None,
@@ -217,8 +219,9 @@ def configure_prepared_diffusion_opd(
     student_logits_fn: `(model, model_inputs) -> [batch, length, vocabulary]`
       logits, aligned with the targets; None is `model_logits`.
     temperature: of the soft term.
-    soft_loss_weight: coefficient of `T^2 KL(teacher || student)`.
+    soft_loss_weight: coefficient of `T^2 D(teacher, student)`.
     hard_loss_weight: coefficient of the cross entropy with the targets.
+    divergence: `D`, one of `divergences` or your own.
     denominator: the loss's unit. None takes that of the first batch: "tokens"
       where it has `is_supervised`, else "weights".
     check_values: whether to check each batch's values before the step: targets
@@ -259,12 +262,19 @@ def configure_prepared_diffusion_opd(
   """
   batches.check_unit(denominator)
   hyper_parameters = distillation.check_opd_hyper_parameters(
-    temperature, soft_loss_weight, hard_loss_weight
+    temperature, soft_loss_weight, hard_loss_weight, divergence
   )
   ours = identity.Identity(
     name="prepared_opd_loss",
     objective_version=1,
-    hyper_parameters=hyper_parameters._asdict(),
+    hyper_parameters={
+      **hyper_parameters._asdict(),
+      "divergence": divergence.name,
+      **{
+        f"divergence.{name}": value
+        for name, value in divergence.hyper_parameters
+      },
+    },
     denominator=denominator,
     metadata=metadata or {},
   )
