@@ -333,7 +333,7 @@ def check_logits(
     name,
     logits,
     dtype="floating-point",
-    axes=("batch", "length", "vocabulary"),
+    axes=("batch", "length", "vocab"),
   )
   if logits.shape[-1] == 0:
     raise checks.fail(

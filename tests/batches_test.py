@@ -205,7 +205,7 @@ OF_ARRAYS = [
     teacher,
     dict(logits=zeros(2, 4)),
     ValueError,
-    "teacher logits must have shape [batch, length, vocabulary];"
+    "teacher logits must have shape [batch, length, vocab];"
     " received float32[2, 4]",
   ),
   (
@@ -231,7 +231,7 @@ OF_ARRAYS = [
     cross_entropy,
     dict(logits=zeros(2, 4)),
     ValueError,
-    "logits must have shape [batch, length, vocabulary];"
+    "logits must have shape [batch, length, vocab];"
     " received float32[2, 4]",
   ),
   (
@@ -301,7 +301,7 @@ OF_ARRAYS = [
     do.shift_right,
     dict(logits=zeros(2, 4)),
     ValueError,
-    "logits must have shape [batch, length, vocabulary];"
+    "logits must have shape [batch, length, vocab];"
     " received float32[2, 4]",
   ),
 ]
