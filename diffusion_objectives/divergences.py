@@ -160,7 +160,7 @@ def jensen_shannon(beta: float = 0.5, normalize: bool = False) -> Divergence:
     >>> jensen_shannon(0.1).hyper_parameters
     (('beta', 0.1), ('scale', 1.0))
 
-  Source: arXiv:2306.13649, equation (1), for the divergence and the side that
+  Source: arXiv:2306.13649, section 2, for the divergence and the side that
   `beta` is on; the normalisation is this library's.
   """
   beta = checks.finite_real("beta", beta)

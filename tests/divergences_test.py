@@ -134,6 +134,20 @@ def test_normalised_jensen_shannon_tends_to_both_divergences(beta):
       np.testing.assert_allclose(a, b, rtol=2e-6 + 9 * beta, atol=1e-7 + beta)
 
 
+@pytest.mark.parametrize("share", [1e-30, 1e-6, 0.1, 0.5, 0.9, 1 - 1e-6])
+def test_the_logarithm_of_a_mixture_keeps_its_digits(share):
+  d = np.linspace(-100, 100, 2001, dtype=np.float32)
+  d = np.concatenate([d, np.float32([-1e-4, 1e-4, -1e4])])
+  wide = d.astype(np.longdouble)
+  expected = np.log1p(share * np.expm1(wide))
+  actual = numerics.log_mixture(jnp.asarray(d), share)
+  np.testing.assert_allclose(actual, expected, rtol=1e-6)
+  far = numerics.log_mixture(jnp.float32([1e4, INF, -INF]), share)
+  np.testing.assert_allclose(
+    far, [1e4 + np.log(share), INF, np.log1p(-share)], rtol=1e-6
+  )
+
+
 def test_normalised_jensen_shannon_has_its_ends():
   at = functools.partial(divergences.jensen_shannon, normalize=True)
   assert at(0) is divergences.forward_kl

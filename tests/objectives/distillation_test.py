@@ -489,8 +489,8 @@ def test_rounding_of_stored_probabilities_is_divided_out():
 
 
 def test_metrics_of_a_top_k_teacher():
-  p = np.array([[0.5, 0.3, 0.1, 0.1], [0.5, 0.3, 0.1, 0.1]])
-  z = np.float32([[2, 0, 0, 0], [0, 2, 0, 0]])
+  p = np.array([[0.1, 0.3, 0.5, 0.1], [0.1, 0.3, 0.5, 0.1]])
+  z = np.float32([[0, 0, 2, 0], [0, 0, 0, 2]])
   batch = of_teacher(top_k(np.log(p), 2), np.ones(2, np.float32))
   metrics = do.forward_kl_loss(z[None], batch).aux_metrics
   assert metrics["distill/top1_agreement"].compute() == 0.5
@@ -499,7 +499,7 @@ def test_metrics_of_a_top_k_teacher():
     metrics["distill/teacher_entropy"].compute(), entropy, rtol=1e-6
   )
   q = oracles.softmax(z)
-  rows = np.stack([q[:, 0], q[:, 1], q[:, 2] + q[:, 3]], -1)
+  rows = np.stack([q[:, 1], q[:, 2], q[:, 0] + q[:, 3]], -1)
   np.testing.assert_allclose(
     metrics["distill/student_entropy"].compute(),
     -(rows * np.log(rows)).sum(-1).mean(),
