@@ -231,8 +231,7 @@ OF_ARRAYS = [
     cross_entropy,
     dict(logits=zeros(2, 4)),
     ValueError,
-    "logits must have shape [batch, length, vocab];"
-    " received float32[2, 4]",
+    "logits must have shape [batch, length, vocab]; received float32[2, 4]",
   ),
   (
     cross_entropy,
@@ -301,8 +300,7 @@ OF_ARRAYS = [
     do.shift_right,
     dict(logits=zeros(2, 4)),
     ValueError,
-    "logits must have shape [batch, length, vocab];"
-    " received float32[2, 4]",
+    "logits must have shape [batch, length, vocab]; received float32[2, 4]",
   ),
 ]
 

@@ -80,6 +80,35 @@ def forward_kl(weights=MASK, scale=False, **options):
   )
 
 
+def divergence(divergence):
+  """Ours at temperature 1, as TRL's GKD."""
+  given = batch(teacher=Y)
+  return ours(do.divergence_loss, Z, given, divergence=divergence)
+
+
+def top_k_kl(student, teacher, k):
+  """Ours of one row of probabilities, from the teacher's `k` most probable."""
+  ids = np.argsort(-np.asarray(teacher))[:k]
+  given = do.DiffusionDistillationBatch(
+    student_batch=batch(np.ones((1, 1)), np.zeros((1, 1), np.int32)),
+    teacher=do.TopKTeacher(
+      token_ids=ids[None, None].astype(np.int32),
+      log_probs=np.log(np.float32(teacher))[None, None, ids],
+      temperature=1.0,
+    ),
+  )
+  logits = np.log(np.float32(student))[None, None]
+  return ours(do.forward_kl_loss, logits, given)
+
+
+def renormalized_kl(student, teacher, k):
+  """What both sides' renormalisation on the `k` ids makes of it."""
+  p, q = np.asarray(teacher), np.asarray(student)
+  ids = np.argsort(-p)[:k]
+  p, q = p[ids] / p[ids].sum(), q[ids] / q[ids].sum()
+  return np.sum(p * np.log(p / q))
+
+
 def opd(weights=MASK):
   return ours(
     do.prepared_opd_loss,
@@ -157,9 +186,11 @@ class Fixed(nnx.Module):
 def tunix_sft(rows):
   """Tunix 0.1.7's default loss of SFT; `rows` pick those of the batch."""
   rows = np.array(rows)
-  return peft_trainer._default_loss_fn(
+  loss = peft_trainer._default_loss_fn(
     Fixed(), X[rows], SFT_MASK[rows], np.tile(rows[:, None], 3), None
   )
+  # Tunix main returns the sum and its denominator.
+  return loss.primary_loss.compute() if hasattr(loss, "primary_loss") else loss
 
 
 # Position 0 is never a target there.
@@ -212,6 +243,22 @@ MEASURED = {
   "TRL GKD, `beta=0`, micro-batches averaged": (
     lambda: mean_of_micro_means(numpy_kl()),
     forward_kl,
+  ),
+  "TRL GKD, `beta=0.5`, micro-batches averaged": (
+    lambda: mean_of_micro_means(
+      oracles.jensen_shannon(
+        oracles.log_softmax(Y), oracles.log_softmax(Z), 0.5
+      )
+    ),
+    lambda: divergence(do.divergences.jensen_shannon(0.5)),
+  ),
+  "TRL GKD, `beta=1`, one batch": (
+    lambda: oracles.forward_kl(Z, Y)[MASK].mean(),
+    lambda: divergence(do.divergences.reverse_kl),
+  ),
+  "MaxText, top 2 of 4 renormalised, mass moved outside": (
+    lambda: renormalized_kl([0.3, 0.3, 0.2, 0.2], [0.4, 0.4, 0.1, 0.1], 2),
+    lambda: top_k_kl([0.3, 0.3, 0.2, 0.2], [0.4, 0.4, 0.1, 0.1], 2),
   ),
   "`torch` CE, `ignore_index`": (
     lambda: numpy_losses()[MASK].mean(),

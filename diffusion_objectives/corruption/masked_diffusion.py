@@ -88,9 +88,14 @@ def bernoulli_masking(
   Source: arXiv:2406.07524, eq. 10 and section 3.5.
   """
   ids, supervised, times, chances, mask_key = _draw(
-    key, token_ids, is_supervised, block_ids, mask_probability,
-    min_time, max_time,
-  )  # fmt: skip
+    key,
+    token_ids,
+    is_supervised,
+    block_ids,
+    mask_probability,
+    min_time,
+    max_time,
+  )
   noisy_ids, is_masked = masks.mask_bernoulli(
     mask_key, ids, supervised, chances, mask_id=mask_id
   )
@@ -145,9 +150,14 @@ def nonempty_masking(
   Source: `mask_nonempty` and `nonempty_probability`.
   """
   ids, supervised, times, chances, mask_key = _draw(
-    key, token_ids, is_supervised, block_ids, mask_probability,
-    min_time, max_time,
-  )  # fmt: skip
+    key,
+    token_ids,
+    is_supervised,
+    block_ids,
+    mask_probability,
+    min_time,
+    max_time,
+  )
   noisy_ids, is_masked = masks.mask_nonempty(
     mask_key, ids, supervised, chances, mask_id=mask_id, block_ids=block_ids
   )
@@ -198,9 +208,14 @@ def count_weighted_masking(
   Source: equation (3) of `corruption`.
   """
   ids, supervised, times, chances, mask_key = _draw(
-    key, token_ids, is_supervised, block_ids,
-    schedules.linear_mask_probability, 0.0, 1.0,
-  )  # fmt: skip
+    key,
+    token_ids,
+    is_supervised,
+    block_ids,
+    schedules.linear_mask_probability,
+    0.0,
+    1.0,
+  )
   noisy_ids, is_masked = masks.mask_bernoulli(
     mask_key, ids, supervised, chances, mask_id=mask_id
   )
@@ -250,18 +265,27 @@ def uniform_count_masking(
   Source: equation (3) of `corruption`.
   """
   ids, supervised, times, chances, mask_key = _draw(
-    key, token_ids, is_supervised, block_ids,
-    schedules.linear_mask_probability, 0.0, 1.0,
-  )  # fmt: skip
+    key,
+    token_ids,
+    is_supervised,
+    block_ids,
+    schedules.linear_mask_probability,
+    0.0,
+    1.0,
+  )
   first = masks.first_positions(block_ids, ids)
   n = _blocks.counts(supervised, first)
   size = 1 + jnp.floor(
     n.astype(jnp.float32) * _inputs.per_token("times", chances, ids)
   ).astype(jnp.int32)
   noisy_ids, is_masked = masks.mask_exact_count(
-    mask_key, ids, supervised, jnp.minimum(size, n),  # t = 1; n = 0
-    mask_id=mask_id, block_ids=block_ids,
-  )  # fmt: skip
+    mask_key,
+    ids,
+    supervised,
+    jnp.minimum(size, n),  # t = 1; n = 0
+    mask_id=mask_id,
+    block_ids=block_ids,
+  )
   weights = masks.count_weights(
     is_masked, supervised, keeps_empty=False, block_ids=block_ids
   )
