@@ -54,10 +54,12 @@ class Divergence:
   where `q` alone is 0, +inf where `p` alone is, 0 where both are.
 
   Attributes:
-    name: for messages.
+    name: for messages, and for the identity in checkpoints: another formula
+      needs another name.
     pointwise: `(p, q, d, **hyper_parameters) -> (g, h)`, with `g` homogeneous
       of degree 1 in `(p, q)` and `h = q dg/dq`. A function of a module, so that
-      equal divergences compare equal and `jit` does not retrace.
+      equal divergences compare equal and `jit` does not retrace. Both are
+      finite at `p = q = 0`.
     hyper_parameters: pairs of a name and a number.
     is_second_order: whether `D` is quadratic where `p` and `q` are near, so
       that the factor `T^2` keeps the size of its gradient.
@@ -68,13 +70,15 @@ class Divergence:
 
   Example:
     >>> import jax.numpy as jnp
-    >>> def chi_square(p, q, d):  # sum (p - q)^2 / q
-    ...   return (p - q) ** 2 / q, q - p**2 / q
-    >>> neyman = Divergence(name="chi_square", pointwise=chi_square)
+    >>> def triangular(p, q, d):  # sum (p - q)^2 / (p + q)
+    ...   total = jnp.where(p + q == 0, 1, p + q)
+    ...   ratio = (q - p) / total
+    ...   return ratio * (q - p), q * ratio * (2 - ratio)
+    >>> divergence = Divergence(name="triangular", pointwise=triangular)
     >>> p, q = jnp.array([0.5, 0.5]), jnp.array([0.25, 0.75])
-    >>> terms, _ = neyman(p, q, jnp.log(q / p))
+    >>> terms, _ = divergence(p, q, jnp.log(q / p))
     >>> print(f"{terms.sum():.4f}")
-    0.3333
+    0.1333
   """
 
   name: str
@@ -86,12 +90,31 @@ class Divergence:
     checks.instance("name", self.name, str)
     checks.function("pointwise", self.pointwise)
     checks.instance("hyper_parameters", self.hyper_parameters, tuple)
+    for pair in self.hyper_parameters:
+      if not isinstance(pair, tuple) or len(pair) != 2:
+        raise checks.fail(
+          TypeError,
+          "hyper_parameters must be pairs of a name and a number",
+          repr(pair),
+        )
     checks.boolean("is_second_order", self.is_second_order)
 
   def __call__(
     self, p: jax.Array, q: jax.Array, d: jax.Array
   ) -> tuple[jax.Array, jax.Array]:
-    return self.pointwise(p, q, d, **dict(self.hyper_parameters))
+    result = self.pointwise(p, q, d, **dict(self.hyper_parameters))
+    if not isinstance(result, tuple) or [
+      getattr(part, "shape", None) for part in result
+    ] != [p.shape, p.shape]:
+      raise checks.fail(
+        ValueError,
+        f"the pointwise function of {self.name} must return (g, h), each of"
+        f" shape {p.shape}",
+        [checks.describe(part) for part in result]
+        if isinstance(result, tuple)
+        else checks.describe(result),
+      )
+    return result
 
 
 def _forward_kl(p, q, d):

@@ -1227,3 +1227,47 @@ def test_values_are_judged_in_the_dtype_that_a_loss_reads():
   teacher = at(TEACHER, (1, 0, 3), 1e300, np.float64)
   with pytest.raises(ValueError, match=r"received inf at \[1, 0, 3\]"):
     scored(teacher).check_values(VOCABULARY)
+
+
+def test_wide_integer_weights_keep_their_size():
+  """JAX would wrap NumPy's 64-bit integers."""
+  ids = np.zeros((1, 2), np.int32)
+  batch = do.DiffusionTokenBatch(
+    model_inputs={"input_tokens": ids},
+    target_ids=ids,
+    loss_weights=np.array([[2**40, 2**32 + 3]]),
+  )
+  batch.check_values(5)
+  output = do.weighted_cross_entropy_loss(
+    np.zeros((1, 2, 5), np.float32), batch
+  )
+  total = output.primary_loss.denominator
+  np.testing.assert_allclose(total, 2**40 + 2**32 + 3, rtol=1e-6)
+
+
+def test_segments_that_int32_cannot_tell_apart_are_refused():
+  ids = np.zeros((1, 2), np.int32)
+  batch = do.DiffusionTokenBatch(
+    model_inputs={"input_tokens": ids},
+    target_ids=ids,
+    loss_weights=np.ones((1, 2), np.float32),
+    is_supervised=np.ones((1, 2), bool),
+    segment_ids=np.array([[2**33 + 1, 2**33 + 2]]),
+  )
+  with pytest.raises(ValueError, match="segment_ids must be .* smaller than"):
+    batch.check_values(5)
+  output = do.weighted_cross_entropy_loss(
+    np.zeros((1, 2, 5), np.float32), batch, denominator="sequences"
+  )
+  assert np.isnan(output.primary_loss.compute())
+
+
+def test_float64_numpy_logits_are_cast_without_a_warning():
+  ids = np.zeros((1, 2), np.int32)
+  batch = do.DiffusionTokenBatch(
+    model_inputs={"input_tokens": ids},
+    target_ids=ids,
+    loss_weights=np.ones((1, 2)),
+  )
+  output = do.weighted_cross_entropy_loss(np.zeros((1, 2, 5)), batch)
+  assert output.primary_loss.unreduced_sum.dtype == np.float32

@@ -1404,3 +1404,72 @@ def test_an_argument_that_a_law_does_not_take_is_refused():
       mask_id=7,
       masking="uniform",
     )
+
+
+# Narrow, wide and refused numbers.
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.int32, np.uint32])
+def test_counts_of_any_integer_dtype_are_exact(dtype):
+  ids = jnp.zeros((1, 300), jnp.int32)
+  _, is_masked = corruption.mask_exact_count(
+    jax.random.key(0), ids, ids == 0, jnp.array([40], dtype), mask_id=7
+  )
+  assert is_masked.sum() == 40
+
+
+@pytest.mark.parametrize(
+  "call",
+  [
+    lambda ids: corruption.next_token_supervision(ids),
+    lambda ids: corruption.sequence_weights(ids > 0, ids),
+    lambda ids: corruption.block_ids(ids, block_size=2),
+    lambda ids: corruption.block_times(jax.random.key(0), ids),
+    lambda ids: corruption.masked_diffusion_batch(
+      jax.random.key(0), np.ones(ids.shape, np.int32), ids > 0, mask_id=3,
+      segment_ids=ids,
+    ),
+  ],
+)  # fmt: skip
+def test_groups_that_int32_cannot_tell_apart_are_refused(call):
+  ids = np.array([[2**33 + 1, 2**33 + 1, 2**33 + 2, 2**33 + 2]])
+  with pytest.raises(ValueError, match="_ids must fit int32; received 85899"):
+    call(ids)
+
+
+@pytest.mark.parametrize(
+  "masking", [corruption.bernoulli_masking, corruption.nonempty_masking]
+)
+def test_a_traced_schedule_that_is_no_probability_gives_nan(masking):
+  """Also in rows that are supervised throughout."""
+  ids = jnp.ones((64, 8), jnp.int32)
+
+  @jax.jit
+  def weights(key):
+    batch = corruption.masked_diffusion_batch(
+      key, ids, ids > 0, mask_id=3, masking=masking,
+      mask_probability=lambda times: 1.5 * times,
+    )  # fmt: skip
+    return batch.loss_weights
+
+  rows = np.isnan(weights(jax.random.key(0)))
+  assert rows.all(axis=1).any()  # times above 2/3
+  np.testing.assert_array_equal(rows.any(axis=1), rows.all(axis=1))
+
+
+@pytest.mark.parametrize(
+  "masking",
+  [
+    corruption.bernoulli_masking,
+    corruption.nonempty_masking,
+    corruption.count_weighted_masking,
+    corruption.uniform_count_masking,
+  ],
+)
+def test_the_laws_work_in_float64_mode(masking):
+  ids = np.arange(8).reshape(2, 4)
+  with jax.enable_x64(True):
+    batch = corruption.masked_diffusion_batch(
+      jax.random.key(0), ids, ids >= 0, mask_id=9, masking=masking
+    )
+  batch.check_values(10)

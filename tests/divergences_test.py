@@ -362,3 +362,25 @@ def test_a_hyper_parameter_is_checked_when_built(build, error, message):
 
 def test_the_module_is_exported():
   assert do.divergences is divergences
+
+
+@pytest.mark.parametrize(
+  "pointwise",
+  [
+    lambda p, q, d: (p - q) ** 2,  # of two rows: unpacked by accident
+    lambda p, q, d: ((p - q) ** 2, jnp.sum(q)),
+    lambda p, q, d: ((p - q) ** 2, q, q),
+  ],
+)
+def test_terms_without_their_slopes_are_refused(pointwise):
+  p = jnp.full((2, 2), 0.5)
+  divergence = divergences.Divergence(name="mine", pointwise=pointwise)
+  with pytest.raises(ValueError, match=r"must return \(g, h\).*; received"):
+    divergence(p, p, 0 * p)
+
+
+def test_hyper_parameters_must_be_pairs():
+  with pytest.raises(TypeError, match="must be pairs of a name and a number"):
+    divergences.Divergence(
+      name="mine", pointwise=lambda p, q, d: (p, q), hyper_parameters=(1, 2)
+    )

@@ -17,16 +17,30 @@ import numpy as np
 def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
   """The dtype in which a loss is computed and summed: at least float32.
 
-  `jnp.promote_types(dtype, jnp.float32)`, also under strict promotion.
+  `jnp.promote_types(dtype, jnp.float32)`, also under strict promotion; float32
+  for NumPy's float64 where JAX has none.
   """
-  return jnp.dtype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
+  return jax.dtypes.canonicalize_dtype(
+    jnp.float64 if dtype == jnp.float64 else jnp.float32
+  )
+
+
+def cast(array: jax.typing.ArrayLike, dtype: jnp.dtype) -> jax.Array:
+  """`array` in `dtype`; NumPy's is cast before JAX narrows it.
+
+  JAX wraps NumPy's 64-bit integers.
+  """
+  if isinstance(array, np.ndarray):
+    with np.errstate(over="ignore"):
+      return jnp.asarray(array.astype(dtype))
+  return jnp.asarray(array).astype(dtype)
 
 
 def clean_rows(
   rows: jax.typing.ArrayLike, active: jax.Array, dtype: jnp.dtype
 ) -> jax.Array:
   """Rows of the last axis in `dtype`, with inactive rows replaced by zeros."""
-  return jnp.where(active[..., None], jnp.asarray(rows).astype(dtype), 0)
+  return jnp.where(active[..., None], cast(rows, dtype), 0)
 
 
 def poison(values: jax.Array, is_valid: jax.Array) -> jax.Array:

@@ -47,6 +47,21 @@ def positions(
   return saturated(values) if dtype == "integer" else jnp.asarray(values)
 
 
+def group_ids(
+  name: str, values: Any, *, like: jax.Array | None = None
+) -> jax.Array:
+  """Ids `[batch, length]` that are compared with one another.
+
+  NumPy's ids that JAX narrows must fit: saturated, two could become one.
+  """
+  narrow = positions(name, values, dtype="integer", like=like)
+  if isinstance(values, np.ndarray):
+    bounds = jnp.iinfo(narrow.dtype)
+    is_bad = (values < bounds.min) | (values > bounds.max)
+    refuse(values, is_bad, f"{name} must fit {narrow.dtype}")
+  return narrow
+
+
 def tokens(token_ids: Any, is_supervised: Any) -> tuple[jax.Array, jax.Array]:
   """Clean ids and the positions that a process may touch."""
   ids = positions("token_ids", token_ids, dtype="integer")
@@ -94,7 +109,9 @@ def probabilities(
   return per_token(name, given, ids), jnp.any(is_bad, axis=1, keepdims=True)
 
 
-def refuse(received: jax.Array, is_bad: jax.Array, must: str) -> None:
+def refuse(
+  received: jax.Array | np.ndarray, is_bad: jax.Array | np.ndarray, must: str
+) -> None:
   """Raises where bad values can be read; under trace they cannot."""
   if checks.is_concrete(is_bad) and is_bad.any():
     first = np.argwhere(np.asarray(is_bad))[0]

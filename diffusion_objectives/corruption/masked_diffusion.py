@@ -100,7 +100,7 @@ def bernoulli_masking(
     mask_key, ids, supervised, chances, mask_id=mask_id
   )
   weights = schedules.elbo_weights(times, mask_probability)
-  return _weighed(noisy_ids, is_masked, weights, times)
+  return _weighed(noisy_ids, is_masked, weights, times, _is_invalid(chances))
 
 
 def nonempty_masking(
@@ -166,7 +166,8 @@ def nonempty_masking(
     chances, supervised, block_ids=block_ids
   )
   weights = _inputs.per_token("times", weights, ids) * nonempty
-  return _weighed(noisy_ids, is_masked, weights, times)
+  is_invalid = supervised & ~(nonempty > 0)  # no law, or one without a mask
+  return _weighed(noisy_ids, is_masked, weights, times, is_invalid)
 
 
 def count_weighted_masking(
@@ -349,13 +350,11 @@ def masked_diffusion_batch(
   Source: arXiv:2406.07524, eq. 10 and section 3.5.
   """
   for name, value in (("model_inputs", model_inputs), ("masking", masking)):
-    _callable(name, value)
+    checks.function(name, value)
   ids, supervised = _inputs.tokens(token_ids, is_supervised)
   segments = segment_ids
   if segment_ids is not None:
-    segments = _inputs.positions(
-      "segment_ids", segment_ids, dtype="integer", like=ids
-    )
+    segments = _inputs.group_ids("segment_ids", segment_ids, like=ids)
   blocks = segments
   if block_size is not None:
     blocks = packing.block_ids(
@@ -376,7 +375,7 @@ def _draw(
   key, token_ids, is_supervised, block_ids, mask_probability, min_time, max_time
 ):
   """Checked tokens, times, the schedule at them, and a key for the masks."""
-  _callable("mask_probability", mask_probability)
+  checks.function("mask_probability", mask_probability)
   ids, supervised = _inputs.tokens(token_ids, is_supervised)
   time_key, mask_key = jax.random.split(key)
   if block_ids is None:
@@ -384,24 +383,22 @@ def _draw(
       time_key, ids.shape[0], min_time=min_time, max_time=max_time
     )
   else:
-    blocks = _inputs.positions(
-      "block_ids", block_ids, dtype="integer", like=ids
-    )
+    blocks = _inputs.group_ids("block_ids", block_ids, like=ids)
     times = schedules.block_times(
       time_key, blocks, min_time=min_time, max_time=max_time
     )
   return ids, supervised, times, mask_probability(times), mask_key
 
 
-def _weighed(noisy_ids, is_masked, weights, times):
+def _is_invalid(chances):
+  return ~((chances >= 0) & (chances <= 1))
+
+
+def _weighed(noisy_ids, is_masked, weights, times, is_invalid):
+  """Weights of masked tokens; NaN where traced probabilities are refused."""
   weights = _inputs.per_token("times", weights, noisy_ids)
+  is_invalid = _inputs.per_token("times", is_invalid, noisy_ids)
+  weights = jnp.where(is_masked, weights, 0)
   return MaskedTokens(
-    noisy_ids, is_masked, jnp.where(is_masked, weights, 0), times
+    noisy_ids, is_masked, jnp.where(is_invalid, jnp.nan, weights), times
   )
-
-
-def _callable(name: str, value: Any) -> None:
-  if not callable(value):
-    raise checks.fail(
-      TypeError, f"{name} must be callable", checks.describe(value)
-    )

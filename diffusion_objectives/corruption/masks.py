@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from diffusion_objectives._core import checks
+from diffusion_objectives._core import numerics
 from diffusion_objectives.corruption import _blocks
 from diffusion_objectives.corruption import _inputs
 
@@ -241,7 +242,8 @@ def mask_exact_count(
   hidden = _inputs.fitting("mask_id", mask_id, ids.dtype)
   axes = _inputs.AXES[: getattr(counts, "ndim", 1)] or ("batch",)
   checks.array("counts", counts, dtype="integer", axes=axes)
-  wanted = _inputs.per_token("counts", _inputs.saturated(counts), ids)
+  # Signed and wide: a narrow dtype would wrap the counts of a long row.
+  wanted = _inputs.per_token("counts", numerics.token_ids(counts), ids)
   first = first_positions(block_ids, ids)
   available = _blocks.counts(supervised, first).astype(wanted.dtype)
   is_bad = (wanted < 0) | (wanted > available)
@@ -254,7 +256,7 @@ def mask_exact_count(
   _inputs.refuse(wanted, is_mixed, "counts must be constant on each block")
   # Blocks stay where they are; in each, supervised tokens come first, shuffled.
   order = jnp.lexsort((jax.random.bits(key, ids.shape), ~supervised, first))
-  rank = jnp.argsort(order, axis=1) - first
+  rank = jnp.argsort(order, axis=1).astype(first.dtype) - first
   is_masked = supervised & (rank.astype(wanted.dtype) < wanted)
   is_bad = jnp.any(is_bad | is_mixed, axis=1, keepdims=True)
   return _touched(ids, supervised, is_masked, is_bad, hidden)
@@ -442,7 +444,7 @@ def first_positions(block_ids: jax.Array | None, like: jax.Array) -> jax.Array:
   if block_ids is None:
     return jnp.zeros(like.shape, jnp.int32)
   return _blocks.first_positions(
-    _inputs.positions("block_ids", block_ids, dtype="integer", like=like)
+    _inputs.group_ids("block_ids", block_ids, like=like)
   )
 
 

@@ -87,7 +87,7 @@ def next_token_supervision(segment_ids: jax.Array) -> jax.Array:
     >>> next_token_supervision(jnp.array([[1, 1, 2, 2, 0, 0]])).tolist()
     [[False, True, False, True, False, False]]
   """
-  ids = _inputs.positions("segment_ids", segment_ids, dtype="integer")
+  ids = _inputs.group_ids("segment_ids", segment_ids)
   return (ids > 0) & ~_blocks.is_first(ids)
 
 
@@ -123,7 +123,7 @@ def sequence_weights(
   if segment_ids is None:
     segments = jnp.ones_like(supervised, jnp.int32)
   else:
-    segments = _inputs.positions("segment_ids", segment_ids, dtype="integer")
+    segments = _inputs.group_ids("segment_ids", segment_ids)
     checks.same_shape(
       "segment_ids", segments, "is_supervised", supervised, axes=2
     )
@@ -163,7 +163,7 @@ def block_ids(segment_ids: Any, *, block_size: int) -> jax.Array:
     >>> block_ids(jnp.array([[1, 1, 1, 2, 2]]), block_size=2).tolist()
     [[0, 0, 2, 3, 3]]
   """
-  ids = _inputs.positions("segment_ids", segment_ids, dtype="integer")
+  ids = _inputs.group_ids("segment_ids", segment_ids)
   size = _inputs.integer("block_size", block_size, least=1)
   first = _blocks.first_positions(ids)
   at = jax.lax.broadcasted_iota(jnp.int32, ids.shape, 1)

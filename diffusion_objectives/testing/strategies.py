@@ -226,5 +226,5 @@ def poison_tokens(case: Case, token_id: int, value: float) -> Case:
       batch, teacher=jax.tree.map(fill, batch.teacher)
     )
   return dataclasses.replace(
-    case, prediction=fill(case.prediction), batch=batch
+    case, prediction=jax.tree.map(fill, case.prediction), batch=batch
   )

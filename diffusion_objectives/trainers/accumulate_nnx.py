@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
+import jax
 
 from diffusion_objectives._core import checks
 from diffusion_objectives.trainers import accumulate
@@ -70,15 +71,16 @@ def value_and_grad(
     def stateful(params, others, batch):
       model = nnx.merge(graph, params, *others)
       result = loss_fn(model, batch)
-      new_graph, _, *others = nnx.split(model, wrt, ...)
-      if new_graph != graph:
+      new_graph, _, *new_others = nnx.split(model, wrt, ...)
+      is_same = jax.tree.structure(new_others) == jax.tree.structure(others)
+      if new_graph != graph or not is_same:
         raise checks.fail(
           ValueError,
           "the loss_fn must leave the model's structure as it is (and take with"
           " nnx.pop what is sown)",
           "a model of another structure",
         )
-      return result, others
+      return result, new_others
 
     result, others, gradients = accumulate.stateful_value_and_grad(
       stateful, coefficients=coefficients

@@ -46,7 +46,8 @@ def configure_objective(
       resumed run skips. None takes the items as batches.
     check_values: whether to call `batch.check_values()`, where the batch has
       that method, before each step.
-    name: of the objective; None takes the loss function's.
+    name: of the objective; None takes the function's, which a lambda or a
+      partial function lacks.
     objective_version: to be raised where the same hyper-parameters come to mean
       another loss.
     hyper_parameters: those bound in `loss_fn`, by name, JSON values.
@@ -91,7 +92,13 @@ def configure_objective(
   if batch_adapter is not None:
     checks.function("batch_adapter", batch_adapter)
   if name is None:
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    name = getattr(loss_fn, "__name__", "")
+    if not name.isidentifier():
+      raise checks.fail(
+        ValueError,
+        "name must be given where the loss_fn has none of its own",
+        f"{loss_fn!r}",
+      )
   return _configure(
     trainer,
     loss_fn,
@@ -331,6 +338,7 @@ def _configure(
       identity=ours,
       generation=generation,
       accumulation_steps=steps,
+      has_trained=previous is not None and previous.has_trained,
     ),
   )
   return trainer

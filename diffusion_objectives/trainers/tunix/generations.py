@@ -50,6 +50,7 @@ _COMMON = (
   "custom_checkpoint_metadata",
   "create_train_step_fn",
   "create_eval_step_fn",
+  "_iter_steps",
   "_restored_custom_metadata",
   "_prepare_inputs",
   "_post_process_train_step",
@@ -77,8 +78,7 @@ class Generation:
     step_factories: `(trainer, hook) -> {attribute: factory}`, set on the
       instance.
     start_window: `(trainer, hook)`, empties the accumulator.
-    counts_before_preparing: whether `train()` counts a micro-batch before it
-      prepares it.
+    replaced: methods that are not called; they must be Tunix's own.
   """
 
   name: str
@@ -90,7 +90,7 @@ class Generation:
   as_step_input: Callable[[Any, Any, Any], Any]
   step_factories: Callable[[Any, Any], Mapping[str, Callable[[], Any]]]
   start_window: Callable[[Any, Any], None]
-  counts_before_preparing: bool = False
+  replaced: tuple[str, ...]
 
 
 def of(trainer: Any) -> Generation:
@@ -118,6 +118,14 @@ def of(trainer: Any) -> Generation:
         f"trainer.{name} must take ({', '.join(expected)}), as in"
         f" {generation.name}",
         f"({', '.join(received)})",
+      )
+  for name in generation.replaced:
+    owner = next(c for c in type(trainer).__mro__ if name in vars(c))
+    if owner.__module__.split(".")[0] != "tunix":
+      raise checks.fail(
+        ValueError,
+        f"trainer.{name} must be Tunix's own, as a hook replaces it",
+        f"that of {owner.__name__}",
       )
   return generation
 
@@ -246,7 +254,7 @@ def _add(
   """
   window = optimizer.opt_state
   gradients = _arrays(gradients)
-  sums, total = gradients, denominator.astype(jnp.float32)
+  sums, total = gradients, denominator
   if hasattr(optimizer, "accumulated_denominator"):
     total += optimizer.accumulated_denominator[...]
     sums = jax.tree.map(
@@ -311,7 +319,7 @@ def _start_multi_steps(trainer, hook):
     _assign(tree, _zeros(_arrays(tree)))
   if hook.accumulation_steps > 1:
     optimizer.accumulated_denominator = AccumulatedDenominator(
-      jnp.zeros((), jnp.float32)
+      jnp.zeros((), float)  # float32, unless JAX is asked for more
     )
 
 
@@ -334,6 +342,12 @@ MULTI_STEPS = Generation(
   as_step_input=_micro_batch,
   step_factories=_multi_steps_factories,
   start_window=_start_multi_steps,
+  replaced=(
+    "_train_step",
+    "_eval_step",
+    "create_train_step_fn",
+    "create_eval_step_fn",
+  ),
 )
 
 
@@ -424,6 +438,7 @@ ACCUMULATOR = Generation(
   as_step_input=_as_it_is,
   step_factories=_accumulator_factories,
   start_window=_start_accumulator,
+  replaced=("_train_step", "create_train_step_fn"),
 )
 
 
@@ -458,12 +473,7 @@ def _two_executables_factories(trainer, hook):
 TWO_EXECUTABLES = Generation(
   name="Tunix main's PeftTrainerV2",
   mark="create_update_step_fn",
-  attributes=(
-    *_COMMON,
-    "grad_accumulator",
-    "create_fwd_bwd_step_fn",
-    "_iter_steps",
-  ),
+  attributes=(*_COMMON, "grad_accumulator", "create_fwd_bwd_step_fn"),
   signatures={
     "_fwd_bwd_step": ("model", "grad_accumulator", "inputs"),
     "_update_step": ("model", "optimizer", "grad_accumulator"),
@@ -474,7 +484,7 @@ TWO_EXECUTABLES = Generation(
   as_step_input=_as_it_is,
   step_factories=_two_executables_factories,
   start_window=_start_accumulator,
-  counts_before_preparing=True,
+  replaced=("_train_step", "create_train_step_fn", "create_update_step_fn"),
 )
 
 # The latest first: each has the marks of those after it.

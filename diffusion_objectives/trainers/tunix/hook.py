@@ -7,6 +7,7 @@ from one generation of the trainer to the next: see `generations`.
 
 from collections.abc import Callable
 import dataclasses
+import inspect
 from typing import Any
 
 from flax import nnx
@@ -25,6 +26,16 @@ LossFn = Callable[[nnx.Module, Any], outputs.LossOutput]
 # Names under which the trainer logs series of its own.
 RESERVED_METRICS = ("loss", "perplexity", "learning_rate", "grad_norm")
 
+# What `install` sets on the trainer, beside the steps' factories.
+_INSTALLED = (
+  "_prepare_inputs",
+  "_post_process_train_step",
+  "_post_process_eval_step",
+  "_write_metrics",
+  "_run_eval",
+  "train",
+)
+
 # The series under which a step's `LossOutput` travels to the log.
 _OUTPUT = generations.OUTPUT
 
@@ -40,10 +51,15 @@ class Hook:
     identity: what checkpoints say of the objective.
     generation: how the trainer accumulates.
     accumulation_steps: micro-batches in a window.
+    has_trained: whether a training step was taken, by this hook or by one that
+      it replaced.
     is_training: whether the trainer is inside `train()`.
-    is_evaluating: whether it is inside an evaluation.
-    has_trained: whether a training step was taken.
+    taken: micro-batches taken, as the trainer counts them in `iter_steps`.
+    open_window: the update that the last micro-batch belongs to; the window is
+      open until `train_steps` is past it.
+    metric_names: of the objective's output, the same for all batches.
     evaluated: the losses of the current evaluation's batches.
+    installed: what was set on the trainer, by name.
   """
 
   loss_fn: LossFn
@@ -52,12 +68,15 @@ class Hook:
   identity: identity.Identity
   generation: generations.Generation
   accumulation_steps: int
-  is_training: bool = False
-  is_evaluating: bool = False
   has_trained: bool = False
+  is_training: bool = False
+  taken: int = 0
+  open_window: int | None = None
+  metric_names: list[str] | None = None
   evaluated: list[outputs.WeightedMetric] = dataclasses.field(
     default_factory=list
   )
+  installed: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   def output(self, model: nnx.Module, batch: Any) -> outputs.LossOutput:
     """The objective's checked output."""
@@ -70,6 +89,15 @@ class Hook:
           f"aux_metrics must not use the trainer's names {RESERVED_METRICS}",
           repr(name),
         )
+    names = sorted(output.aux_metrics)
+    if self.metric_names not in (None, names):
+      raise checks.fail(
+        ValueError,
+        "every batch must give the aux_metrics of the first,"
+        f" {self.metric_names}",
+        names,
+      )
+    self.metric_names = names
     return output
 
 
@@ -83,7 +111,16 @@ def check_trainer(
   """
   generation = generations.of(trainer)
   previous = vars(trainer).get("_diffusion_objective")
-  if previous is not None and previous.is_training:
+  if previous is None:
+    for name in _INSTALLED:
+      if name in vars(trainer):
+        raise checks.fail(
+          ValueError,
+          f"trainer.{name} must be its class's (override it in a subclass, or"
+          " give the hook a batch_adapter)",
+          "one set on the instance",
+        )
+  elif previous.is_training:
     raise checks.fail(
       ValueError,
       "an objective must be configured outside train()",
@@ -92,12 +129,13 @@ def check_trainer(
   steps = trainer.config.gradient_accumulation_steps
   generation.check_optimizer(trainer.optimizer, steps)
   steps = steps or 1
-  if trainer.iter_steps % steps:
+  is_open = previous is not None and previous.open_window == trainer.train_steps
+  if trainer.iter_steps % steps or is_open:
     raise checks.fail(
       ValueError,
       "an objective must be configured at the edge of an accumulation"
-      f" window, iter_steps a multiple of {steps}",
-      f"iter_steps={trainer.iter_steps}",
+      f" window of {steps}",
+      f"a window that is open at iter_steps={trainer.iter_steps}",
     )
   return generation, steps, previous
 
@@ -133,18 +171,21 @@ def install(trainer: Any, hook: Hook) -> None:
     return {"batch": batch}
 
   def check_ours():
-    for name, ours in (
-      ("loss_fn", step_loss),
-      ("eval_loss_fn", step_loss),
-      ("gen_model_input_fn", as_arguments),
-      ("_prepare_inputs", prepare_inputs),
-    ):
-      if getattr(trainer, name) is not ours:
+    current = {name: getattr(trainer, name) for name in hook.installed}
+    current["checkpoint_manager"] = trainer.checkpoint_manager
+    current["checkpoint_manager.save"] = trainer.checkpoint_manager.save
+    expected = {
+      **hook.installed,
+      "checkpoint_manager": manager,
+      "checkpoint_manager.save": save,
+    }
+    for name, ours in expected.items():
+      if current[name] is not ours:
         raise checks.fail(
           ValueError,
           f"trainer.{name} must be the configured objective's (configure"
           " again instead of setting it)",
-          repr(getattr(trainer, name)),
+          repr(current[name]),
         )
 
   def prepare(item):
@@ -158,13 +199,14 @@ def install(trainer: Any, hook: Hook) -> None:
     try:
       return prepare(item)
     except BaseException:
-      is_step = hook.is_training and not hook.is_evaluating
-      if is_step and generation.counts_before_preparing:
-        trainer._iter_steps -= 1  # nothing came of this micro-batch
+      # An evaluation that ends here is no evaluation.
+      trainer._buffered_eval_metrics = None
       raise
 
   def post_process_train_step(aux):
     hook.has_trained = True
+    hook.taken += 1
+    hook.open_window = trainer.train_steps
     _keep(trainer._buffered_train_metrics, aux[_OUTPUT])
     cls._post_process_train_step(trainer, aux[_OUTPUT])
 
@@ -180,55 +222,71 @@ def install(trainer: Any, hook: Hook) -> None:
   def run_eval(*args):
     hooks = trainer.training_hooks
     hook.evaluated.clear()
-    hook.is_evaluating = True
     if hooks is not None:
       trainer.training_hooks = _EvalHooks(hooks, hook)
     try:
       cls._run_eval(trainer, *args)
     finally:
       trainer.training_hooks = hooks
-      hook.is_evaluating = False
       trainer._buffered_eval_metrics = None  # also after a refused batch
 
   def train(*args, **kwargs):
     hook.is_training = True
+    hook.taken = trainer.iter_steps
     try:
       return cls.train(trainer, *args, **kwargs)
+    except BaseException:
+      # Main counts a micro-batch before it is prepared, or before its step.
+      trainer._iter_steps = hook.taken
+      raise
     finally:
       hook.is_training = False
 
   manager = trainer.checkpoint_manager
 
-  def save(*args, custom_metadata=None, **kwargs):
-    # The trainer's last save passes no metadata, not even its own.
-    if custom_metadata is None:
-      custom_metadata = trainer.custom_checkpoint_metadata()
-    return type(manager).save(
-      manager,
-      *args,
-      custom_metadata={
-        **custom_metadata,
-        identity.IDENTITY_KEY: hook.identity.record(),
-      },
-      **kwargs,
-    )
+  class_save = type(manager).save.__get__(manager)
 
-  trainer.with_loss_fn(step_loss, has_aux=True)
-  trainer.with_gen_model_input_fn(as_arguments)
-  trainer._prepare_inputs = prepare_inputs
-  trainer._post_process_train_step = post_process_train_step
-  trainer._post_process_eval_step = post_process_eval_step
-  trainer._write_metrics = write_metrics
-  trainer._run_eval = run_eval
-  trainer.train = train
-  manager.save = save
-  for name, create in generation.step_factories(trainer, hook).items():
+  def save(*args, **kwargs):
+    arguments = inspect.signature(class_save).bind(*args, **kwargs).arguments
+    metadata = arguments.get("custom_metadata")
+    if metadata is None:  # the trainer's last save passes not even its own
+      metadata = trainer.custom_checkpoint_metadata()
+    arguments["custom_metadata"] = {
+      **metadata,
+      identity.IDENTITY_KEY: hook.identity.record(),
+    }
+    return class_save(**arguments)
 
-    def checked(create=create):
+  def checked(create):
+    def create_checked():
       check_ours()
       return create()
 
-    setattr(trainer, name, checked)
+    return create_checked
+
+  trainer.with_loss_fn(step_loss, has_aux=True)
+  trainer.with_gen_model_input_fn(as_arguments)
+  functions = (
+    prepare_inputs,
+    post_process_train_step,
+    post_process_eval_step,
+    write_metrics,
+    run_eval,
+    train,
+  )
+  factories = generation.step_factories(trainer, hook)
+  hook.installed = {
+    **dict(zip(_INSTALLED, functions, strict=True)),
+    **{name: checked(create) for name, create in factories.items()},
+  }
+  for name, function in hook.installed.items():
+    setattr(trainer, name, function)
+  hook.installed |= {
+    "loss_fn": step_loss,
+    "eval_loss_fn": step_loss,
+    "gen_model_input_fn": as_arguments,
+  }
+  manager.save = save
   generation.start_window(trainer, hook)
   trainer._diffusion_objective = hook
 
@@ -301,11 +359,13 @@ class _EvalHooks:
   """
 
   def __init__(self, hooks, hook):
-    self._hooks = hooks
-    self._hook = hook
+    vars(self).update(_hooks=hooks, _hook=hook)
 
   def __getattr__(self, name):
     return getattr(self._hooks, name)
+
+  def __setattr__(self, name, value):
+    setattr(self._hooks, name, value)
 
   def on_eval_step_end(self, train_ctx, eval_loss):
     del eval_loss  # a sum of means

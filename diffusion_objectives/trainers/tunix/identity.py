@@ -85,9 +85,10 @@ class Identity:
     if saved is None and not allow_missing_identity:
       raise checks.fail(
         ValueError,
-        "a resumed run's checkpoint must say which objective trained it (pass"
-        " allow_missing_identity=True to go on without)",
-        f"metadata without {IDENTITY_KEY!r}",
+        "a trainer that has taken steps must say which objective took them"
+        " (allow_missing_identity=True goes on without)",
+        "steps from a checkpoint without identity, or taken before the trainer"
+        " was configured",
       )
     self.restored = saved
     self._compare()
