@@ -466,13 +466,17 @@ def _supervision_faults(xp: Any, is_supervised: Any, weights: Any) -> Faults:
 
 
 def _segment_faults(xp: Any, is_supervised: Any, segments: Any) -> Faults:
-  largest = np.iinfo(
-    segments.dtype if xp is jnp else jax.dtypes.canonicalize_dtype(np.int64)
-  ).max
   yield (
-    "segment_ids must be positive, and smaller than"
-    f" {largest}, where is_supervised is True",
-    is_supervised & ((segments <= 0) | (segments >= largest)),
+    "segment_ids must be positive where is_supervised is True",
+    is_supervised & (segments <= 0),
+    segments,
+  )
+  # JAX narrows NumPy's; those that do not fit are saturated, and so refused.
+  narrow = segments.dtype if xp is jnp else jnp.asarray(segments[:0]).dtype
+  largest = jnp.iinfo(narrow).max
+  yield (
+    f"segment_ids must be smaller than {largest} where is_supervised is True",
+    is_supervised & (segments >= largest),
     segments,
   )
 

@@ -460,7 +460,7 @@ SYMBOLIC = [
   (dict(model_inputs="2*b, l"), "model_inputs must share the first axis of"
    " target_ids; received batch size 2*b; expected b"),
   (dict(logits="b, l"), "teacher logits must have shape [batch, length,"
-   " vocabulary]; received float32[b, l]"),
+   " vocab]; received float32[b, l]"),
   (dict(logits="b, l, v"), None),
   (dict(logits="b, l - 1, v"), "teacher logits must match target_ids shape in"
    " its first 2 axes; received (b, l - 1, v) and (b, l)"),
@@ -1254,7 +1254,7 @@ def test_segments_that_int32_cannot_tell_apart_are_refused():
     is_supervised=np.ones((1, 2), bool),
     segment_ids=np.array([[2**33 + 1, 2**33 + 2]]),
   )
-  with pytest.raises(ValueError, match="segment_ids must be .* smaller than"):
+  with pytest.raises(ValueError, match="segment_ids must be smaller than"):
     batch.check_values(5)
   output = do.weighted_cross_entropy_loss(
     np.zeros((1, 2, 5), np.float32), batch, denominator="sequences"

@@ -1472,4 +1472,4 @@ def test_the_laws_work_in_float64_mode(masking):
     batch = corruption.masked_diffusion_batch(
       jax.random.key(0), ids, ids >= 0, mask_id=9, masking=masking
     )
-  batch.check_values(10)
+    batch.check_values(10)

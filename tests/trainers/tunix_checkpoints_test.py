@@ -232,7 +232,7 @@ def test_a_trainers_own_metadata_is_kept_in_every_save(
   trainer = trainer.checkpoint_manager
   tunix.configure_diffusion_sft(trainer)
   trainer.checkpoint_manager.save(
-    7, trainer.model, trainer.optimizer, custom_metadata={"mine": 1}
+    7, trainer.model, trainer.optimizer, False, True, {"mine": 1}
   )
   trainer.checkpoint_manager.close()
   restored = checkpointed(tmp_path / "by hand")._restored_custom_metadata
@@ -361,7 +361,7 @@ def test_a_checkpoint_without_identity_is_refused_unless_allowed(tmp_path):
   assert saved_identity(tmp_path) is None
   trainer = checkpointed(tmp_path)
   with pytest.raises(
-    ValueError, match=r"which objective trained it.*; received"
+    ValueError, match=r"which objective took them.*; received"
   ):
     tunix.configure_diffusion_sft(trainer)
   with pytest.raises(TypeError, match="allow_missing_identity must be a bool"):
@@ -386,6 +386,8 @@ def test_a_trainer_may_change_its_objective_after_training_here(saved_run):
     )
   trainer.is_managed_externally = True
   trainer.train(unequal(4, distillation_batch))
+  tunix.configure_prepared_diffusion_opd(trainer, **SAVED | {"temperature": 1})
+  tunix.configure_prepared_diffusion_opd(trainer, **SAVED | {"temperature": 3})
   tunix.configure_prepared_diffusion_opd(trainer, **SAVED | {"temperature": 1})
   trainer.train(unequal(4, distillation_batch))
   trainer.close()
@@ -423,7 +425,7 @@ def test_metadata_must_be_json(metadata, message):
 def test_an_identity_is_checked_at_configuration(options, message):
   with pytest.raises(TypeError, match=f"{message}.*; received"):
     tunix.configure_objective(
-      make_trainer(), lambda model, batch: None, **options
+      make_trainer(), lambda model, batch: None, **{"name": "mine", **options}
     )
 
 

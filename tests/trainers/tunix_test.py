@@ -1,6 +1,7 @@
 """The hook on real trainers: exact updates and logs, refusals."""
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 
@@ -462,6 +463,190 @@ def test_a_refused_batch_may_be_left_out_and_the_run_goes_on():
   assert largest_difference(*results) == 0
 
 
+def top_k_batch(batch, temperature=1.0):
+  shape = (*batch.student_batch.target_ids.shape, 2)
+  return dataclasses.replace(
+    batch,
+    teacher=do.TopKTeacher(
+      token_ids=np.broadcast_to(np.arange(2, dtype=np.int32), shape),
+      log_probs=np.full(shape, np.log(0.4), np.float32),
+      temperature=temperature,
+    ),
+  )
+
+
+def test_a_batch_refused_in_the_step_may_be_left_out_too():
+  """What no value check sees: here a teacher at another temperature."""
+  good = unequal(6)
+  results = []
+  for bad in ([], [top_k_batch(good[0], temperature=2.0)]):
+    trainer = make_trainer(optimizer=optax.adam(1e-2), steps=2)
+    tunix.configure_prepared_diffusion_opd(trainer)
+    if bad:
+      with pytest.raises(ValueError, match="temperature"):
+        trainer.train([good[0], *bad])
+      assert (trainer.train_steps, trainer.iter_steps) == (0, 1)
+      with pytest.raises(ValueError, match="at the edge of an accumulation"):
+        tunix.configure_prepared_diffusion_opd(trainer)
+    trainer.train(good)
+    results.append(parameters(trainer))
+  assert largest_difference(*results) == 0
+
+
+def test_teachers_of_two_kinds_share_a_window():
+  dense = unequal(4)
+  batches = [b if i % 2 else top_k_batch(b) for i, b in enumerate(dense)]
+  trainer = make_trainer(steps=2)
+  tunix.configure_prepared_diffusion_opd(
+    trainer, divergence=do.divergences.jensen_shannon(0.3)
+  )
+  trainer.train(batches)
+  assert trainer.train_steps == 2
+  assert np.isfinite(history(trainer, "loss")).all()
+
+
+def test_a_refused_evaluation_is_not_logged():
+  trainer = make_trainer(eval_every_n_steps=1)
+  tunix.configure_prepared_diffusion_opd(trainer)
+  bad = bad_batches()["NaN weight"]
+  with pytest.raises(ValueError, match="finite and nonnegative"):
+    trainer.train(unequal(1), [unequal(1)[0], bad])
+  assert not trainer.metrics_logger.metric_exists("", "loss", "eval")
+
+
+def test_an_evaluation_of_ones_own_does_not_move_the_count():
+  """The step-level trainer evaluates by public calls, within a hook too."""
+  bad = bad_batches()["NaN weight"].student_batch
+
+  class Hooks:
+    def on_train_step_start(self, trainer):
+      if hasattr(trainer, "eval_context"):
+        with trainer.eval_context(), pytest.raises(ValueError, match="finite"):
+          trainer.eval_step(bad)
+
+    def __getattr__(self, name):
+      return lambda *arguments: None
+
+  trainer = make_trainer(steps=2)
+  tunix.configure_diffusion_sft(trainer)
+  trainer.with_training_hooks(Hooks())
+  trainer.train(unequal(4, token_batch))
+  assert (trainer.train_steps, trainer.iter_steps) == (2, 4)
+
+
+def test_hooks_keep_what_they_write_during_an_evaluation():
+  class Hooks:
+    count = 0
+
+    def on_eval_step_end(self, trainer, loss):
+      trainer.training_hooks.count += 1
+
+    def __getattr__(self, name):
+      return lambda *arguments: None
+
+  trainer = make_trainer(eval_every_n_steps=1)
+  tunix.configure_diffusion_sft(trainer)
+  hooks = Hooks()
+  trainer.with_training_hooks(hooks)
+  trainer.train(unequal(2, token_batch), unequal(1, token_batch))
+  assert hooks.count == 3
+
+
+def test_metrics_that_come_and_go_are_refused_before_the_update():
+  def loss_fn(model, batch):
+    output = do.weighted_cross_entropy_loss(
+      tunix.model_logits(model, batch.model_inputs), batch
+    )
+    extra = (
+      {"extra": output.primary_loss} if batch.is_supervised is None else {}
+    )
+    return dataclasses.replace(
+      output, aux_metrics={**output.aux_metrics, **extra}
+    )
+
+  rng = np.random.default_rng(0)
+  for kinds in ((False, True), (True, False)):
+    trainer = make_trainer(steps=2)
+    tunix.configure_objective(trainer, loss_fn)
+    start = parameters(trainer)
+    with pytest.raises(
+      ValueError, match=r"aux_metrics of the first.*; received"
+    ):
+      trainer.train([token_batch(rng, supervised=kind) for kind in kinds])
+    assert largest_difference(parameters(trainer), start) == 0
+
+
+def test_a_step_of_a_subclass_is_refused_where_it_would_not_run():
+  cls = type(make_trainer())
+
+  class Subclass(cls):
+    def _train_step(self, *arguments):
+      raise AssertionError
+
+  trainer = make_trainer()
+  trainer.__class__ = Subclass
+  with pytest.raises(ValueError, match=r"_train_step must .*; received"):
+    tunix.configure_diffusion_sft(trainer)
+
+
+def test_an_attribute_set_before_is_refused():
+  trainer = make_trainer()
+  trainer._prepare_inputs = lambda item: item
+  with pytest.raises(ValueError, match="_prepare_inputs must be its class's"):
+    tunix.configure_diffusion_sft(trainer)
+
+
+def test_functions_without_a_name_of_their_own_need_one():
+  def loss_fn(model, batch, temperature):
+    return None
+
+  for nameless in (
+    lambda model, batch: None,
+    functools.partial(loss_fn, temperature=2.0),
+  ):
+    with pytest.raises(ValueError, match="name must be given"):
+      tunix.configure_objective(make_trainer(), nameless)
+    tunix.configure_objective(make_trainer(), nameless, name="mine")
+
+
+def test_an_open_window_of_single_calls_is_seen():
+  trainer = make_trainer(steps=2)
+  tunix.configure_diffusion_sft(trainer)
+  if not hasattr(trainer, "fwd_bwd"):
+    trainer.is_managed_externally = True
+    trainer.train(unequal(1, token_batch))
+  else:
+    trainer.fwd_bwd(unequal(1, token_batch)[0])
+  with pytest.raises(ValueError, match="a window that is open"):
+    tunix.configure_diffusion_sft(trainer)
+
+
+@pytest.mark.parametrize("steps", [None, 2])
+def test_float64_parameters_are_updated_in_float64(steps):
+  """Within a window optax sums in float32, and main counts so."""
+  pairs = [unequal(2, token_batch, seed) for seed in (0, 1)]
+
+  def mean(model, batch):
+    logits, _ = model(**batch.model_inputs)
+    return do.weighted_cross_entropy_loss(logits, batch).primary_loss.compute()
+
+  with jax.enable_x64(True):
+    model = network(dtype=jnp.float64)
+    for pair in pairs:
+      gradient = nnx.grad(mean)(model, concatenated(pair))
+      moved = jax.tree.map(
+        lambda p, g: p - 0.1 * g, nnx.state(model, nnx.Param), gradient
+      )
+      nnx.update(model, moved)
+    trainer = make_trainer(network(dtype=jnp.float64), steps=steps)
+    tunix.configure_diffusion_sft(trainer)
+    trainer.train(sum(pairs, []) if steps else map(concatenated, pairs))
+    expected = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
+    difference = largest_difference(parameters(trainer), expected)
+  is_wide = steps is None and not hasattr(trainer, "create_update_step_fn")
+  assert difference <= (1e-14 if is_wide else 1e-7)
+
+
 def test_a_term_of_coefficient_0_is_neither_used_nor_checked():
   bad = bad_batches()
   for names, options in (
@@ -613,14 +798,23 @@ def test_configuring_inside_a_window_is_refused():
   trainer.is_managed_externally = True
   tunix.configure_diffusion_sft(trainer)
   trainer.train(unequal(4, token_batch))
-  with pytest.raises(ValueError, match="received iter_steps=4"):
+  with pytest.raises(ValueError, match="open at iter_steps=4"):
     tunix.configure_diffusion_sft(trainer)
   trainer.train(unequal(2, token_batch))
   tunix.configure_diffusion_sft(trainer)
 
 
 @pytest.mark.parametrize(
-  "name", ["loss_fn", "eval_loss_fn", "gen_model_input_fn", "_prepare_inputs"]
+  "name",
+  [
+    "loss_fn",
+    "eval_loss_fn",
+    "gen_model_input_fn",
+    "_prepare_inputs",
+    "_post_process_train_step",
+    "_write_metrics",
+    "checkpoint_manager",
+  ],
 )
 def test_a_later_replacement_is_not_ignored(name):
   trainer = make_trainer()
@@ -646,7 +840,9 @@ def test_the_trainers_own_metric_names_are_refused(name):
 
 def test_a_loss_that_returns_a_number_is_refused():
   trainer = make_trainer()
-  tunix.configure_objective(trainer, lambda model, batch: jnp.float32(1))
+  tunix.configure_objective(
+    trainer, lambda model, batch: jnp.float32(1), name="one"
+  )
   with pytest.raises(TypeError, match="must be a LossOutput; received"):
     trainer.train(unequal(1, token_batch))
 
