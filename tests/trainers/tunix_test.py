@@ -640,7 +640,7 @@ def test_float64_parameters_are_updated_in_float64(steps):
       nnx.update(model, moved)
     trainer = make_trainer(network(dtype=jnp.float64), steps=steps)
     tunix.configure_diffusion_sft(trainer)
-    trainer.train(sum(pairs, []) if steps else map(concatenated, pairs))
+    trainer.train([*pairs[0], *pairs[1]] if steps else map(concatenated, pairs))
     expected = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
     difference = largest_difference(parameters(trainer), expected)
   is_wide = steps is None and not hasattr(trainer, "create_update_step_fn")
