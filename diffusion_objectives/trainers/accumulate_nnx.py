@@ -72,8 +72,10 @@ def value_and_grad(
       model = nnx.merge(graph, params, *others)
       result = loss_fn(model, batch)
       new_graph, _, *new_others = nnx.split(model, wrt, ...)
-      is_same = jax.tree.structure(new_others) == jax.tree.structure(others)
-      if new_graph != graph or not is_same:
+      structures: list[Any] = [
+        jax.tree.structure(tree) for tree in (others, new_others)
+      ]
+      if new_graph != graph or structures[0] != structures[1]:
         raise checks.fail(
           ValueError,
           "the loss_fn must leave the model's structure as it is (and take with"
