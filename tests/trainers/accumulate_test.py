@@ -1033,8 +1033,16 @@ def test_what_is_no_module_or_changes_one_is_refused():
     model.seen = nnx.Variable(jnp.ones(()))
     return module_loss(model, batch)
 
-  model = Network()
+  def sowing(model, batch):
+    model.sow(nnx.Intermediate, "hidden", jnp.ones(()))
+    return module_loss(model, batch)
+
+  model, sown = Network(), Network()
+  sowing(
+    sown, jax.tree.map(lambda x: x[0], micro_batches)
+  )  # as by a first call
   for value, loss, wrt, error, message in (
+    (sown, sowing, nnx.Param, ValueError, "leave the model's structure"),
     ({}, module_loss, nnx.Param, TypeError, "model must be a Module"),
     (model, module_loss, nnx.LoRAParam, ValueError, "wrt must select"),
     (model, growing, nnx.Param, ValueError, "leave the model's structure"),
