@@ -1026,6 +1026,7 @@ def test_parameters_and_micro_batches_of_another_kind_are_refused(
 
 
 @pytest.mark.usefixtures("standard")
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
 def test_what_is_no_module_or_changes_one_is_refused():
   micro_batches = accumulate.split(random_batch(), 3)
 
