@@ -69,13 +69,11 @@ def value_and_grad(
       )
 
     def stateful(params, others, batch):
+      before: Any = jax.tree.structure(others)  # merging shares its variables
       model = nnx.merge(graph, params, *others)
       result = loss_fn(model, batch)
       new_graph, _, *new_others = nnx.split(model, wrt, ...)
-      structures: list[Any] = [
-        jax.tree.structure(tree) for tree in (others, new_others)
-      ]
-      if new_graph != graph or structures[0] != structures[1]:
+      if new_graph != graph or jax.tree.structure(new_others) != before:
         raise checks.fail(
           ValueError,
           "the loss_fn must leave the model's structure as it is (and take with"
