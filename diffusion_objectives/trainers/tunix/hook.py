@@ -59,7 +59,7 @@ class Hook:
       open until `train_steps` is past it.
     metric_names: of the objective's output, the same for all batches.
     evaluated: the losses of the current evaluation's batches.
-    installed: what was set on the trainer, by name.
+    installed: what was set on the trainer and must stay, by name.
   """
 
   loss_fn: LossFn
@@ -245,7 +245,6 @@ def install(trainer: Any, hook: Hook) -> None:
       hook.is_training = False
 
   manager = trainer.checkpoint_manager
-
   class_save = type(manager).save.__get__(manager)
 
   def save(*args, **kwargs):
@@ -283,6 +282,7 @@ def install(trainer: Any, hook: Hook) -> None:
   }
   for name, function in hook.installed.items():
     setattr(trainer, name, function)
+  del hook.installed["train"]  # may be wrapped: what it does is done inside
   hook.installed |= {
     "loss_fn": step_loss,
     "eval_loss_fn": step_loss,
