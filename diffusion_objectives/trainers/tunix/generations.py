@@ -386,15 +386,9 @@ def _as_it_is(trainer, hook, batch):
   return batch
 
 
-def _own_factories(*names):
+def _own_factories(trainer, *names):
   """The class's own factories, for the check that precedes them."""
-
-  def factories(trainer, hook):
-    return {
-      name: getattr(type(trainer), name).__get__(trainer) for name in names
-    }
-
-  return factories
+  return {name: getattr(type(trainer), name).__get__(trainer) for name in names}
 
 
 def _accumulator_factories(trainer, hook):
@@ -404,8 +398,8 @@ def _accumulator_factories(trainer, hook):
     norm = _add(model, optimizer, gradients, denominator, is_last=True)
     return output.primary_loss.compute(), {OUTPUT: output}, norm
 
-  factories = _own_factories("create_train_step_fn", "create_eval_step_fn")(
-    trainer, hook
+  factories = _own_factories(
+    trainer, "create_train_step_fn", "create_eval_step_fn"
   )
   is_single = (
     hook.accumulation_steps == 1
@@ -462,9 +456,7 @@ def _two_executables_factories(trainer, hook):
     return loss, aux, update_step(model, optimizer, grad_accumulator)
 
   return {
-    **_own_factories("create_fwd_bwd_step_fn", "create_eval_step_fn")(
-      trainer, hook
-    ),
+    **_own_factories(trainer, "create_fwd_bwd_step_fn", "create_eval_step_fn"),
     "create_update_step_fn": lambda: update_step,
     "create_train_step_fn": lambda: train_step,
   }
