@@ -13,6 +13,7 @@ from diffusion_objectives.batches import (
 from diffusion_objectives.batches import (
   DiffusionTokenBatch as DiffusionTokenBatch,
 )
+from diffusion_objectives.batches import HiddenTeacher as HiddenTeacher
 from diffusion_objectives.batches import (
   SampledTokenTeacher as SampledTokenTeacher,
 )
@@ -32,6 +33,21 @@ from diffusion_objectives.objectives.distillation import (
 )
 from diffusion_objectives.objectives.distillation import (
   sampled_reverse_kl_loss as sampled_reverse_kl_loss,
+)
+from diffusion_objectives.objectives.linear_vocabulary import (
+  OutputHead as OutputHead,
+)
+from diffusion_objectives.objectives.linear_vocabulary import (
+  linear_forward_kl_loss as linear_forward_kl_loss,
+)
+from diffusion_objectives.objectives.linear_vocabulary import (
+  linear_prepared_opd_loss as linear_prepared_opd_loss,
+)
+from diffusion_objectives.objectives.linear_vocabulary import (
+  linear_token_log_probs as linear_token_log_probs,
+)
+from diffusion_objectives.objectives.linear_vocabulary import (
+  linear_weighted_cross_entropy_loss as linear_weighted_cross_entropy_loss,
 )
 from diffusion_objectives.outputs import LossOutput as LossOutput
 from diffusion_objectives.outputs import WeightedMetric as WeightedMetric

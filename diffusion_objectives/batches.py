@@ -145,6 +145,30 @@ class DenseTeacher:
 
 
 @pytree.record
+class HiddenTeacher:
+  """A teacher's hidden states; its output head is given to the loss beside it.
+
+  Attributes:
+    hidden: `[batch, length, features]` floating-point, what the teacher's
+      output head is applied to.
+
+  Raises:
+    TypeError: no array, or not floating-point.
+    ValueError: another rank, or no feature.
+
+  Example:
+    >>> import numpy as np
+    >>> HiddenTeacher(hidden=np.zeros((2, 3, 4), np.float32)).hidden.shape
+    (2, 3, 4)
+  """
+
+  hidden: jax.Array | np.ndarray
+
+  def __post_init__(self) -> None:
+    check_hidden("teacher hidden", self.hidden)
+
+
+@pytree.record
 class TopKTeacher:
   """A teacher's `k` listed ids; all other ids together are its tail.
 
@@ -256,19 +280,25 @@ class DiffusionDistillationBatch:
   """
 
   student_batch: DiffusionTokenBatch
-  teacher: DenseTeacher | TopKTeacher | SampledTokenTeacher
+  teacher: DenseTeacher | HiddenTeacher | TopKTeacher | SampledTokenTeacher
 
   def __post_init__(self) -> None:
     checks.instance("student_batch", self.student_batch, DiffusionTokenBatch)
     teacher = self.teacher
     checks.instance(
-      "teacher", teacher, DenseTeacher, TopKTeacher, SampledTokenTeacher
+      "teacher",
+      teacher,
+      DenseTeacher,
+      HiddenTeacher,
+      TopKTeacher,
+      SampledTokenTeacher,
     )
-    name, values = (
-      ("logits", teacher.logits)
-      if isinstance(teacher, DenseTeacher)
-      else ("log_probs", teacher.log_probs)
-    )
+    if isinstance(teacher, DenseTeacher):
+      name, values = "logits", teacher.logits
+    elif isinstance(teacher, HiddenTeacher):
+      name, values = "hidden", teacher.hidden
+    else:
+      name, values = "log_probs", teacher.log_probs
     ids = self.student_batch.target_ids
     checks.same_shape(f"teacher {name}", values, "target_ids", ids, axes=2)
 
@@ -340,13 +370,33 @@ def check_logits(
     raise checks.fail(
       ValueError, f"{name} must have a non-empty vocabulary", logits.shape
     )
-  if batch is not None and tuple(logits.shape[:2]) != tuple(
+  _check_aligned(name, logits, batch)
+
+
+def check_hidden(
+  name: str, hidden: Any, batch: DiffusionTokenBatch | None = None
+) -> None:
+  """Checks hidden states' rank, dtype and features, and their fit to a batch."""
+  checks.array(
+    name, hidden, dtype="floating-point", axes=("batch", "length", "features")
+  )
+  if hidden.shape[-1] == 0:
+    raise checks.fail(
+      ValueError, f"{name} must have at least one feature", hidden.shape
+    )
+  _check_aligned(name, hidden, batch)
+
+
+def _check_aligned(
+  name: str, values: Any, batch: DiffusionTokenBatch | None
+) -> None:
+  if batch is not None and tuple(values.shape[:2]) != tuple(
     batch.target_ids.shape
   ):
     raise checks.fail(
       ValueError,
       f"{name} must align with target_ids, shape [batch, length]",
-      f"{tuple(logits.shape)} and {tuple(batch.target_ids.shape)}",
+      f"{tuple(values.shape)} and {tuple(batch.target_ids.shape)}",
     )
 
 
@@ -502,6 +552,15 @@ def _logit_faults(xp: Any, weights: Any, teacher_logits: Any) -> Faults:
   )
 
 
+def _hidden_faults(xp: Any, weights: Any, teacher_hidden: Any) -> Faults:
+  is_finite = xp.isfinite(teacher_hidden)
+  yield (
+    "active teacher hidden states must be finite",
+    (weights != 0)[..., None] & ~is_finite,
+    teacher_hidden,
+  )
+
+
 def _top_k_faults(
   xp: Any, size: Any, weights: Any, is_valid: Any, listed: Any, log_probs: Any
 ) -> Faults:
@@ -571,6 +630,7 @@ _VALUE_CHECKS: tuple[tuple[Callable[..., Faults], tuple[str, ...]], ...] = (
   (_segment_faults, ("is_supervised", "segments")),
   (_target_faults, ("size", "weights", "targets")),
   (_logit_faults, ("weights", "teacher_logits")),
+  (_hidden_faults, ("weights", "teacher_hidden")),
   (_top_k_faults, ("size", "weights", "is_valid", "listed", "log_probs")),
   (_sample_faults, ("weights", "sampled")),
 )
@@ -636,11 +696,13 @@ def _token_values(
 
 
 def _teacher_values(
-  teacher: DenseTeacher | TopKTeacher | SampledTokenTeacher,
+  teacher: DenseTeacher | HiddenTeacher | TopKTeacher | SampledTokenTeacher,
   vocabulary_size: int | None,
 ) -> dict[str, Any]:
   if isinstance(teacher, SampledTokenTeacher):
     return {"sampled": teacher.log_probs}
+  if isinstance(teacher, HiddenTeacher):
+    return {"teacher_hidden": teacher.hidden}
   if isinstance(teacher, TopKTeacher):
     return {
       "size": _size(vocabulary_size),
