@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import dataclasses
 import functools
 from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -472,6 +473,64 @@ def batch_denominator(
   # A count of 0 must not turn refused weights into a mean of 0.
   return numerics.poison(
     numerics.count(is_counted, dtype), ~jnp.any(jnp.isnan(weights))
+  )
+
+
+def check_teacher_temperature(
+  teacher: TopKTeacher | SampledTokenTeacher, temperature: float
+) -> None:
+  """Checks that log-probabilities were taken at a loss's temperature."""
+  if teacher.temperature != temperature:
+    raise checks.fail(
+      ValueError,
+      "temperature must be that of the teacher's log_probs",
+      f"{temperature} and a teacher at {float(teacher.temperature)}",
+    )
+
+
+class ListedCategories(NamedTuple):
+  """A top-k teacher's `k` ids and their tail, cleaned.
+
+  Attributes:
+    ids: `[batch, length, k]`, 0 where nothing is listed.
+    is_listed: `[batch, length, k]`.
+    logits: `[batch, length, k + 1]`, `T log p` of the ids and of the tail.
+    best_id: `[batch, length]`, the most probable listed id.
+  """
+
+  ids: jax.Array
+  is_listed: jax.Array
+  logits: jax.Array
+  best_id: jax.Array
+
+
+def listed_categories(
+  teacher: TopKTeacher,
+  is_active: jax.Array,
+  temperature: float,
+  dtype: jnp.dtype,
+  vocabulary_size: int,
+) -> ListedCategories:
+  """The `k + 1` categories of a top-k teacher at the loss's temperature."""
+  check_teacher_temperature(teacher, temperature)
+  is_listed = jnp.broadcast_to(is_active[..., None], teacher.token_ids.shape)
+  if teacher.is_valid is not None:
+    is_listed &= jnp.asarray(teacher.is_valid)
+  ids = numerics.clean_ids(teacher.token_ids, is_listed)
+  log_probs = jnp.where(
+    is_listed, jnp.asarray(teacher.log_probs).astype(dtype), -jnp.inf
+  )
+  mass = jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True)
+  # Rounding must not leave mass on the tail of a list that has every id.
+  listed = jnp.sum(is_listed, axis=-1, keepdims=True)
+  has_tail = (mass < 1) & (listed != vocabulary_size)
+  tail = jnp.where(has_tail, jnp.log1p(-jnp.where(has_tail, mass, 0)), -jnp.inf)
+  best = jnp.argmax(log_probs, axis=-1)[..., None]
+  return ListedCategories(
+    ids=ids,
+    is_listed=is_listed,
+    logits=temperature * jnp.concatenate([log_probs, tail], axis=-1),
+    best_id=jnp.take_along_axis(ids, best, axis=-1)[..., 0],
   )
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from diffusion_objectives._core import checks
+from diffusion_objectives._core import numerics
 from diffusion_objectives._core import pytree
 
 
@@ -193,6 +194,25 @@ def combine(
     primary_loss=WeightedMetric(unreduced_sum=total, denominator=shared),
     aux_metrics=aux_metrics,
   )
+
+
+def masked_means(
+  prefix: str, values: Mapping[str, jax.Array], is_active: jax.Array
+) -> dict[str, WeightedMetric]:
+  """Metrics that describe predictions: unweighted means over active positions.
+
+  Args:
+    prefix: of the metrics' names.
+    values: by name, arrays of the shape of `is_active`.
+    is_active: which positions count; the others may hold anything.
+  """
+  return {
+    prefix + name: WeightedMetric(
+      unreduced_sum=numerics.masked_sum(value, is_active),
+      denominator=numerics.count(is_active, value.dtype),
+    )
+    for name, value in values.items()
+  }
 
 
 def _outputs(outputs: Sequence[LossOutput]) -> list[LossOutput]:

@@ -180,6 +180,25 @@ def temperature(value: Any) -> float:
   return number
 
 
+def coefficients(**values: Any) -> tuple[float, ...]:
+  """Checks the coefficients of a loss's terms, by name.
+
+  Raises:
+    TypeError, ValueError: as `finite_real`; or one that is negative, or none
+      that is positive.
+  """
+  numbers_ = tuple(
+    finite_real(name, value, nonnegative=True) for name, value in values.items()
+  )
+  if not any(numbers_):
+    raise fail(
+      ValueError,
+      f"at least one of {' and '.join(values)} must be positive",
+      " and ".join("0" for _ in values),
+    )
+  return numbers_
+
+
 def _normal(name: str, number: float) -> float:
   tiny = float(np.finfo(np.float32).tiny)
   largest = float(np.finfo(np.float32).max)
@@ -196,6 +215,15 @@ def boolean(name: str, value: Any) -> bool:
   """Checks a static switch."""
   if not isinstance(value, bool):
     raise fail(TypeError, f"{name} must be a bool", describe(value))
+  return value
+
+
+def positive_integer(name: str, value: Any) -> int:
+  """Checks a static size."""
+  if isinstance(value, bool) or not isinstance(value, int):
+    raise fail(TypeError, f"{name} must be an int", describe(value))
+  if value <= 0:
+    raise fail(ValueError, f"{name} must be positive", value)
   return value
 
 

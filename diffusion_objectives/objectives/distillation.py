@@ -38,7 +38,6 @@ expectation, with `D = log q(x) - log p(x)`:
 only k2 is a loss for the reverse KL, although its value is not the KL.
 """
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import jax
@@ -350,7 +349,7 @@ def sampled_reverse_kl_loss(
   teacher = checks.instance(
     "teacher", batch.teacher, batches.SampledTokenTeacher
   )
-  _check_teacher_temperature(teacher, temperature)
+  batches.check_teacher_temperature(teacher, temperature)
   dtype = numerics.accumulation_dtype(logits.dtype)
   weights, is_active = batches.position_weights(student, dtype)
   log_q = -numerics.token_negative_log_likelihood(
@@ -379,7 +378,9 @@ def sampled_reverse_kl_loss(
       unreduced_sum=temperature**2 * total if scale else total,
       denominator=batches.batch_denominator(student, denominator, dtype),
     ),
-    aux_metrics=_described("reverse_kl_", estimates, is_active, dtype),
+    aux_metrics=outputs.masked_means(
+      "distill/reverse_kl_", estimates, is_active
+    ),
   )
 
 
@@ -401,17 +402,12 @@ def check_opd_hyper_parameters(
   """Checks and returns the hyper-parameters of `prepared_opd_loss`."""
   checked = OPDHyperParameters(
     checks.temperature(temperature),
-    checks.finite_real("soft_loss_weight", soft_loss_weight, nonnegative=True),
-    checks.finite_real("hard_loss_weight", hard_loss_weight, nonnegative=True),
+    *checks.coefficients(
+      soft_loss_weight=soft_loss_weight, hard_loss_weight=hard_loss_weight
+    ),
     divergence,
   )
   _soft_scale(divergence, checked.temperature, checked.soft_loss_weight > 0)
-  if not (checked.soft_loss_weight or checked.hard_loss_weight):
-    raise checks.fail(
-      ValueError,
-      "at least one of soft_loss_weight and hard_loss_weight must be positive",
-      "0 and 0",
-    )
   return checked
 
 
@@ -439,18 +435,6 @@ def _student_batch(
   checks.instance("batch", batch, batches.DiffusionDistillationBatch)
   batches.check_logits("logits", logits, batch.student_batch)
   return batch.student_batch
-
-
-def _check_teacher_temperature(
-  teacher: batches.TopKTeacher | batches.SampledTokenTeacher,
-  temperature: float,
-) -> None:
-  if teacher.temperature != temperature:
-    raise checks.fail(
-      ValueError,
-      "temperature must be that of the teacher's log_probs",
-      f"{temperature} and a teacher at {float(teacher.temperature)}",
-    )
 
 
 class _Categories(NamedTuple):
@@ -496,27 +480,17 @@ def _top_k_categories(
   temperature: float,
 ) -> _Categories:
   """The listed ids, and the tail of all others together."""
-  _check_teacher_temperature(teacher, temperature)
-  size = student.shape[-1]
-  is_listed = jnp.broadcast_to(is_active[..., None], teacher.token_ids.shape)
-  if teacher.is_valid is not None:
-    is_listed &= jnp.asarray(teacher.is_valid)
-  ids = numerics.clean_ids(teacher.token_ids, is_listed)
-  log_probs = jnp.where(
-    is_listed, jnp.asarray(teacher.log_probs).astype(student.dtype), -jnp.inf
+  listed = batches.listed_categories(
+    teacher, is_active, temperature, student.dtype, student.shape[-1]
   )
-  mass = jnp.sum(jnp.exp(log_probs), axis=-1, keepdims=True)
-  # Rounding must not leave mass on the tail of a list that has every id.
-  is_whole = jnp.sum(is_listed, axis=-1, keepdims=True) == size
-  has_tail = (mass < 1) & ~is_whole
-  tail = jnp.where(has_tail, jnp.log1p(-jnp.where(has_tail, mass, 0)), -jnp.inf)
-  best = jnp.argmax(log_probs, axis=-1)[..., None]
-  best_id = jnp.take_along_axis(ids, best, axis=-1)[..., 0]
+  best = jnp.argmax(student, axis=-1).astype(listed.ids.dtype)
   return _Categories(
-    teacher=temperature * jnp.concatenate([log_probs, tail], axis=-1),
-    student=numerics.list_and_tail(student, ids, is_listed, temperature),
-    is_agreed=best_id == jnp.argmax(student, axis=-1).astype(ids.dtype),
-    is_usable=batches.is_usable_teacher(teacher, weights, size),
+    teacher=listed.logits,
+    student=numerics.list_and_tail(
+      student, listed.ids, listed.is_listed, temperature
+    ),
+    is_agreed=listed.best_id == best,
+    is_usable=batches.is_usable_teacher(teacher, weights, student.shape[-1]),
   )
 
 
@@ -559,21 +533,5 @@ def _soft_term(
   }
   return (
     numerics.weighted_sum(values, weights, is_active),
-    _described("", described, is_active, dtype),
+    outputs.masked_means("distill/", described, is_active),
   )
-
-
-def _described(
-  prefix: str,
-  values: Mapping[str, jax.Array],
-  is_active: jax.Array,
-  dtype: jnp.dtype,
-) -> dict[str, outputs.WeightedMetric]:
-  """Unweighted means over masked positions."""
-  masked = numerics.count(is_active, dtype)
-  return {
-    f"distill/{prefix}{name}": outputs.WeightedMetric(
-      unreduced_sum=numerics.masked_sum(value, is_active), denominator=masked
-    )
-    for name, value in values.items()
-  }

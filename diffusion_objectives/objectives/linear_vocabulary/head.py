@@ -143,3 +143,13 @@ class OutputHead:
     if self.soft_cap is not None:
       z = self.soft_cap * jnp.tanh(z / self.soft_cap)
     return z[..., : self.size]
+
+
+def check_features(name: str, hidden: Any, head: OutputHead) -> None:
+  """Checks that hidden states have the features of a head."""
+  if hidden.shape[-1] != head.features:
+    raise checks.fail(
+      ValueError,
+      f"{name} must have the features of its head, {head.features}",
+      checks.describe(hidden),
+    )

@@ -1,108 +1,368 @@
-"""Stand-in losses: through dense logits."""
+"""The token losses from hidden states and the output head."""
 
-import dataclasses
+from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from diffusion_objectives import batches
+from diffusion_objectives import outputs
 from diffusion_objectives._core import checks
 from diffusion_objectives._core import numerics
-from diffusion_objectives.objectives import cross_entropy
-from diffusion_objectives.objectives import distillation
+from diffusion_objectives.objectives.linear_vocabulary import derivatives
+from diffusion_objectives.objectives.linear_vocabulary import head as heads
+from diffusion_objectives.objectives.linear_vocabulary import kernel
+
+IMPLEMENTATIONS = ("grad_in_forward", "recompute")
+
+# A tile `[128, vocabulary]` of float32 logits above this many bytes: below 128
+# tokens the products are too thin, and forming logits again is faster.
+LARGEST_TILE = 256 * 2**20
+
+
+class _Execution(NamedTuple):
+  implementation: str | None
+  token_block: int | None
+  vocabulary_block: int | None
 
 
 def linear_weighted_cross_entropy_loss(
-  hidden,
-  head,
-  batch,
+  hidden: jax.Array,
+  head: heads.OutputHead,
+  batch: batches.DiffusionTokenBatch,
   *,
-  denominator=None,
-  implementation=None,
-  token_block=None,
-  vocabulary_block=None,
-):
-  return cross_entropy.weighted_cross_entropy_loss(
-    head.logits(hidden), batch, denominator=denominator
+  denominator: str | None = None,
+  implementation: str | None = None,
+  token_block: int | None = None,
+  vocabulary_block: int | None = None,
+) -> outputs.LossOutput:
+  checks.instance("batch", batch, batches.DiffusionTokenBatch)
+  scored = _score(
+    hidden,
+    head,
+    batch,
+    hard=1.0,
+    execution=_Execution(implementation, token_block, vocabulary_block),
+  )
+  ids = numerics.clean_ids(batch.target_ids, scored.is_active)
+  is_correct = scored.values.student_id == ids
+  return outputs.LossOutput(
+    primary_loss=outputs.WeightedMetric(
+      unreduced_sum=scored.total,
+      denominator=batches.batch_denominator(
+        batch, denominator, scored.total.dtype
+      ),
+    ),
+    aux_metrics=outputs.masked_means(
+      "", {"accuracy": is_correct.astype(scored.total.dtype)}, scored.is_active
+    ),
   )
 
 
-def _dense(batch, teacher_head):
-  if isinstance(batch.teacher, batches.HiddenTeacher):
-    teacher = batches.DenseTeacher(
-      logits=jax.lax.stop_gradient(
-        teacher_head.logits(jnp.asarray(batch.teacher.hidden))
-      )
-    )
-    return dataclasses.replace(batch, teacher=teacher)
-  return batch
-
-
 def linear_forward_kl_loss(
-  hidden,
-  head,
-  batch,
+  hidden: jax.Array,
+  head: heads.OutputHead,
+  batch: batches.DiffusionDistillationBatch,
   *,
-  teacher_head=None,
-  temperature=1.0,
-  scale_by_temperature_squared=True,
-  denominator=None,
-  implementation=None,
-  token_block=None,
-  vocabulary_block=None,
-):
-  return distillation.forward_kl_loss(
-    head.logits(hidden),
-    _dense(batch, teacher_head),
+  teacher_head: heads.OutputHead | None = None,
+  temperature: float = 1.0,
+  scale_by_temperature_squared: bool = True,
+  denominator: str | None = None,
+  implementation: str | None = None,
+  token_block: int | None = None,
+  vocabulary_block: int | None = None,
+) -> outputs.LossOutput:
+  checks.instance("batch", batch, batches.DiffusionDistillationBatch)
+  temperature = checks.temperature(temperature)
+  is_scaled = checks.boolean(
+    "scale_by_temperature_squared", scale_by_temperature_squared
+  )
+  scored = _score(
+    hidden,
+    head,
+    batch.student_batch,
+    soft=temperature**2 if is_scaled else 1.0,
     temperature=temperature,
-    scale_by_temperature_squared=scale_by_temperature_squared,
-    denominator=denominator,
+    teacher=batch.teacher,
+    teacher_head=teacher_head,
+    execution=_Execution(implementation, token_block, vocabulary_block),
+  )
+  return outputs.LossOutput(
+    primary_loss=outputs.WeightedMetric(
+      unreduced_sum=scored.total,
+      denominator=batches.batch_denominator(
+        batch.student_batch, denominator, scored.total.dtype
+      ),
+    ),
+    aux_metrics=_described(scored),
   )
 
 
 def linear_prepared_opd_loss(
-  hidden,
-  head,
-  batch,
+  hidden: jax.Array,
+  head: heads.OutputHead,
+  batch: batches.DiffusionDistillationBatch,
   *,
-  teacher_head=None,
-  temperature=1.0,
-  soft_loss_weight=1.0,
-  hard_loss_weight=0.0,
-  denominator=None,
-  implementation=None,
-  token_block=None,
-  vocabulary_block=None,
-):
-  return distillation.prepared_opd_loss(
-    head.logits(hidden),
-    _dense(batch, teacher_head),
+  teacher_head: heads.OutputHead | None = None,
+  temperature: float = 1.0,
+  soft_loss_weight: float = 1.0,
+  hard_loss_weight: float = 0.0,
+  denominator: str | None = None,
+  implementation: str | None = None,
+  token_block: int | None = None,
+  vocabulary_block: int | None = None,
+) -> outputs.LossOutput:
+  checks.instance("batch", batch, batches.DiffusionDistillationBatch)
+  temperature = checks.temperature(temperature)
+  soft_loss_weight, hard_loss_weight = checks.coefficients(
+    soft_loss_weight=soft_loss_weight, hard_loss_weight=hard_loss_weight
+  )
+  scored = _score(
+    hidden,
+    head,
+    batch.student_batch,
+    soft=temperature**2 * soft_loss_weight,
+    hard=hard_loss_weight,
     temperature=temperature,
-    soft_loss_weight=soft_loss_weight,
-    hard_loss_weight=hard_loss_weight,
-    denominator=denominator,
+    teacher=batch.teacher if soft_loss_weight else None,
+    teacher_head=teacher_head if soft_loss_weight else None,
+    execution=_Execution(implementation, token_block, vocabulary_block),
+  )
+  total = batches.batch_denominator(
+    batch.student_batch, denominator, scored.total.dtype
+  )
+  terms = {
+    "soft": _term(scored, scored.values.soft, temperature**2),
+    "hard": _term(scored, scored.values.hard, 1.0),
+  }
+  return outputs.LossOutput(
+    primary_loss=outputs.WeightedMetric(
+      unreduced_sum=scored.total, denominator=total
+    ),
+    aux_metrics={
+      **(_described(scored) if soft_loss_weight else {}),
+      **{
+        f"distill/{name}_loss": outputs.WeightedMetric(
+          unreduced_sum=term, denominator=total
+        )
+        for name, term in terms.items()
+      },
+    },
   )
 
 
 def linear_token_log_probs(
-  hidden,
-  head,
-  batch,
+  hidden: jax.Array,
+  head: heads.OutputHead,
+  batch: batches.DiffusionTokenBatch,
   *,
-  temperature=1.0,
-  token_block=None,
-  vocabulary_block=None,
-):
-  """`[batch, length]` log-probabilities of the targets, 0 at weight 0."""
-  logits = head.logits(hidden)
-  dtype = logits.dtype
-  _, is_active = batches.position_weights(batch, dtype)
-  return jnp.where(
-    is_active,
-    -numerics.token_negative_log_likelihood(
-      numerics.clean_rows(logits, is_active, dtype),
-      numerics.clean_ids(batch.target_ids, is_active),
-      checks.temperature(temperature),
-    ),
-    0,
+  temperature: float = 1.0,
+  token_block: int | None = None,
+  vocabulary_block: int | None = None,
+) -> jax.Array:
+  checks.instance("batch", batch, batches.DiffusionTokenBatch)
+  scored = _score(
+    hidden,
+    head,
+    batch,
+    hard=-1.0,
+    hard_temperature=checks.temperature(temperature),
+    execution=_Execution("recompute", token_block, vocabulary_block),
+  )
+  return jnp.where(scored.is_active, scored.by_token, 0)
+
+
+class _Scored(NamedTuple):
+  """What the kernel says of a batch, `[batch, length]` but for the total."""
+
+  total: jax.Array
+  by_token: jax.Array | None
+  values: kernel.Values
+  weights: jax.Array
+  is_active: jax.Array
+  is_agreed: jax.Array | None
+
+
+def _score(
+  hidden: jax.Array,
+  head: heads.OutputHead,
+  batch: batches.DiffusionTokenBatch,
+  *,
+  execution: _Execution,
+  soft: float = 0.0,
+  hard: float = 0.0,
+  temperature: float = 1.0,
+  hard_temperature: float = 1.0,
+  teacher: Any = None,
+  teacher_head: heads.OutputHead | None = None,
+) -> _Scored:
+  """`sum w (soft D + hard l)`, its parts by token, and metrics' values."""
+  checks.instance("head", head, heads.OutputHead)
+  batches.check_hidden("hidden", hidden, batch)
+  heads.check_features("hidden", hidden, head)
+  implementation = _implementation(execution, head.size)
+  dtype = kernel.sum_dtype(hidden, head)
+  shape = tuple(hidden.shape[:2])
+  weights, is_active = batches.position_weights(batch, dtype)
+  is_valid = jnp.ones(shape, bool)
+  targets = None
+  if hard:
+    targets = numerics.clean_ids(batch.target_ids, is_active)
+    is_within = (targets >= 0) & (targets < head.size)
+    targets = jnp.where(is_within, targets, 0).astype(jnp.int32)
+    is_valid &= is_within
+  given, best_id = None, None
+  if soft:
+    given, best_id, is_usable = _teacher(
+      teacher, teacher_head, head, is_active, weights, temperature, dtype
+    )
+    is_valid &= is_usable
+  form = kernel.Form(
+    soft=soft,
+    hard=hard,
+    temperature=temperature,
+    hard_temperature=hard_temperature,
+    token_block=execution.token_block,
+    vocabulary_block=execution.vocabulary_block,
+    keeps_tile=implementation == "grad_in_forward",
+  )
+  a, b = head.low_rank or (None, None)
+  factors = jax.tree.map(
+    jnp.asarray, kernel.Gradients(hidden, head.kernel, head.bias, a, b)
+  )
+  operands = kernel.Operands(
+    hidden=factors.hidden,
+    head=head,
+    teacher=given,
+    teacher_head=teacher_head,
+    targets=targets,
+    is_active=is_active,
+  )
+  factors, operands = _by_rows(factors, operands)
+  valid_weights = jnp.where(is_valid, weights, jnp.nan)
+  operands = jax.lax.stop_gradient(operands)
+  by_token = None
+  if implementation == "grad_in_forward":
+    total, values = derivatives.weighted_sum(
+      form, factors, valid_weights.reshape(-1), operands
+    )
+  else:
+    by_token, values = derivatives.by_token(form, factors, operands)
+    by_token = numerics.poison(by_token.reshape(shape), is_valid)
+    total = numerics.weighted_sum(by_token, valid_weights, is_active)
+  values = jax.tree.map(
+    lambda value: jax.lax.stop_gradient(value).reshape(shape), values
+  )
+  if best_id is None:
+    best_id = values.teacher_id
+  return _Scored(
+    total=total,
+    by_token=by_token,
+    values=values,
+    weights=valid_weights,
+    is_active=is_active,
+    is_agreed=None if best_id is None else best_id == values.student_id,
+  )
+
+
+def _by_rows(
+  factors: kernel.Gradients, operands: kernel.Operands
+) -> tuple[kernel.Gradients, kernel.Operands]:
+  """`[batch, length, ...]` as `[tokens, ...]`."""
+
+  def flat(tree):
+    return jax.tree.map(
+      lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree
+    )
+
+  return factors._replace(hidden=flat(factors.hidden)), operands._replace(
+    hidden=flat(operands.hidden),
+    teacher=flat(operands.teacher),
+    targets=flat(operands.targets),
+    is_active=flat(operands.is_active),
+  )
+
+
+def _implementation(execution: _Execution, size: int) -> str:
+  """The named one, or that of the size of a tile."""
+  for name in ("token_block", "vocabulary_block"):
+    value = getattr(execution, name)
+    if value is not None:
+      checks.positive_integer(name, value)
+  if execution.implementation is None:
+    is_large = 4 * 128 * size > LARGEST_TILE
+    return IMPLEMENTATIONS[is_large]
+  if execution.implementation not in IMPLEMENTATIONS:
+    raise checks.fail(
+      ValueError,
+      f"implementation must be None or one of {IMPLEMENTATIONS}",
+      repr(execution.implementation),
+    )
+  return execution.implementation
+
+
+def _teacher(
+  teacher: Any,
+  teacher_head: heads.OutputHead | None,
+  head: heads.OutputHead,
+  is_active: jax.Array,
+  weights: jax.Array,
+  temperature: float,
+  dtype: jnp.dtype,
+) -> tuple[Any, jax.Array | None, jax.Array]:
+  """What the kernel takes of a teacher, the list's best id, and where usable."""
+  has_head = isinstance(teacher, batches.HiddenTeacher)
+  if has_head != (teacher_head is not None):
+    raise checks.fail(
+      ValueError,
+      "teacher_head must be given with a HiddenTeacher, and with no other",
+      f"teacher_head={checks.describe(teacher_head)} with a"
+      f" {type(teacher).__name__}",
+    )
+  if isinstance(teacher, batches.TopKTeacher):
+    listed = batches.listed_categories(
+      teacher, is_active, temperature, dtype, head.size
+    )
+    is_within = (listed.ids >= 0) & (listed.ids < head.size)
+    is_usable = batches.is_usable_teacher(teacher, weights, head.size)
+    ids = jnp.where(is_within, listed.ids, 0).astype(jnp.int32)
+    given = kernel.Listed(ids, listed.is_listed & is_within, listed.logits)
+    return given, listed.best_id, is_usable
+  is_usable = jnp.ones_like(is_active)
+  if has_head:
+    checks.instance("teacher_head", teacher_head, heads.OutputHead)
+    heads.check_features("teacher hidden", teacher.hidden, teacher_head)
+    size, given = teacher_head.size, teacher.hidden
+  else:
+    checks.instance("teacher", teacher, batches.DenseTeacher)
+    size, given = teacher.logits.shape[-1], teacher.logits
+  if size != head.size:
+    raise checks.fail(
+      ValueError,
+      "teacher and student must have one vocabulary",
+      f"teacher {size} and student {head.size}",
+    )
+  return jnp.asarray(given), None, is_usable
+
+
+def _described(scored: _Scored) -> dict[str, outputs.WeightedMetric]:
+  values = scored.values
+  return outputs.masked_means(
+    "distill/",
+    {
+      "teacher_entropy": values.teacher_entropy,
+      "student_entropy": values.student_entropy,
+      "top1_agreement": scored.is_agreed.astype(scored.total.dtype),
+    },
+    scored.is_active,
+  )
+
+
+def _term(scored: _Scored, values: jax.Array | None, scale: float) -> jax.Array:
+  """One term's weighted sum, for a metric."""
+  if values is None:
+    return jnp.zeros_like(scored.total)
+  return scale * jax.lax.stop_gradient(
+    numerics.weighted_sum(values, scored.weights, scored.is_active)
   )

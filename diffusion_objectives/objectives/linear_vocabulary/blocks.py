@@ -1,0 +1,149 @@
+"""Blocks of tokens and of columns: their sizes, and how they are read."""
+
+from collections.abc import Callable
+import functools
+from typing import Any
+from typing import NamedTuple
+
+import jax
+from jax import lax
+import jax.numpy as jnp
+
+
+class Platform(NamedTuple):
+  """What differs from one platform to another.
+
+  Attributes:
+    token_block: how many tokens a block has.
+    vocabulary_block: how many columns.
+    reads_as_integers: whether parts of 16-bit arrays are read as integers.
+      XLA's CPU backend would widen the whole array first.
+  """
+
+  token_block: int
+  vocabulary_block: int
+  reads_as_integers: bool
+
+
+# On a CPU a product of 256 rows runs at full speed, and a block of 1,024 columns
+# stays in the cache. An accelerator needs more rows for each byte of the head.
+CPU = Platform(256, 1024, True)
+ACCELERATOR = Platform(1024, 8192, False)
+
+
+def count(total: Any, block: int) -> Any:
+  """How many blocks cover `total`."""
+  return -(-total // block)
+
+
+class Columns(NamedTuple):
+  """The vocabulary in blocks of one size.
+
+  Where the size does not divide, the last block ends with the vocabulary and
+  begins within the block before: nothing is padded, and the columns that were
+  seen before are masked.
+
+  Attributes:
+    size: the number of ids.
+    block: the number of columns in a block, at most `size`.
+  """
+
+  size: int
+  block: int
+
+  @property
+  def count(self) -> int:
+    return count(self.size, self.block)
+
+  def start(self, j: jax.Array) -> jax.Array:
+    """The first column of block `j`."""
+    return jnp.minimum(j * self.block, self.size - self.block)
+
+  def mask(self, j: jax.Array, logits: jax.Array) -> jax.Array:
+    """-inf on columns that an earlier block had."""
+    if self.size % self.block == 0:
+      return logits
+    is_new = self._ids(j, logits.shape) >= j * self.block
+    return jnp.where(is_new, logits, -jnp.inf)
+
+  def local(self, j: jax.Array, ids: jax.Array) -> jax.Array:
+    """Where ids lie in block `j`; `block` where they do not."""
+    is_here = (ids >= j * self.block) & (ids < (j + 1) * self.block)
+    return jnp.where(is_here, ids - self.start(j), self.block)
+
+  def _ids(self, j: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return self.start(j) + lax.broadcasted_iota(jnp.int32, shape, 1)
+
+
+# Reading parts of arrays.
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def read(
+  platform: Platform,
+  part: Callable[..., jax.Array],
+  array: jax.Array,
+  *where: jax.Array,
+) -> jax.Array:
+  """`part(array, *where)`, which is linear in the array."""
+  is_narrow = array.dtype.itemsize == 2 and jnp.issubdtype(
+    array.dtype, jnp.floating
+  )
+  if not (platform.reads_as_integers and is_narrow):
+    return part(array, *where)
+  # Outside the loop the reinterpretation would be a copy: the barrier, which
+  # depends on the loop's index, keeps it inside.
+  array, where = lax.optimization_barrier((array, where))
+  integers = lax.bitcast_convert_type(array, jnp.uint16)
+  return lax.bitcast_convert_type(part(integers, *where), array.dtype)
+
+
+@read.defjvp
+def _read_jvp(platform, part, primals, tangents):
+  array, *where = primals
+  return (
+    read(platform, part, array, *where),
+    part(tangents[0], *where),
+  )
+
+
+def rows(array: jax.Array, indices: jax.Array) -> jax.Array:
+  """`array[indices]`."""
+  return array.at[indices].get(mode="promise_in_bounds")
+
+
+def slice_of(axis: int, size: int) -> Callable[..., jax.Array]:
+  """A reader of `size` entries of an axis from a start."""
+
+  def part(array, start):
+    return lax.dynamic_slice_in_dim(array, start, size, axis)
+
+  return part
+
+
+def window(size: int) -> Callable[..., jax.Array]:
+  """A reader of `size` columns of some rows."""
+
+  def part(array, indices, start):
+    starts = jnp.stack(
+      [indices, jnp.broadcast_to(start, indices.shape)], axis=1
+    )
+    return lax.gather(
+      array,
+      starts,
+      lax.GatherDimensionNumbers(
+        offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1)
+      ),
+      (1, size),
+      mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+
+  return part
+
+
+def dot(
+  x: jax.Array, y: jax.Array, axes: tuple[int, int], dtype: jnp.dtype
+) -> jax.Array:
+  """The product of two matrices over one axis of each, summed in `dtype`."""
+  dimensions = (((axes[0],), (axes[1],)), ((), ()))
+  return lax.dot_general(x, y, dimensions, preferred_element_type=dtype)

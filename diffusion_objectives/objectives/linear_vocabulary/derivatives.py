@@ -1,0 +1,200 @@
+r"""The two ways in which the block kernel is differentiated.
+
+The gradients of a weighted sum can be formed together with it: the cotangent of
+a scalar is a factor, multiplied in at the end. Nothing is computed twice, and
+what is not differentiated is not formed. Of values by token the cotangents are
+known in the backward pass alone, which forms the logits again.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from diffusion_objectives._core import checks
+from diffusion_objectives._core import numerics
+from diffusion_objectives.objectives.linear_vocabulary import kernel
+
+Factors = kernel.Gradients  # hidden states and the head's parts; None if absent
+
+NOTHING = kernel.Gradients(False, False, False, False, False)
+
+
+def _run(
+  form: kernel.Form,
+  wanted: kernel.Gradients,
+  factors: Factors,
+  operands: kernel.Operands,
+) -> kernel.Result:
+  low_rank = None if factors.a is None else (factors.a, factors.b)
+  head = dataclasses.replace(
+    operands.head, kernel=factors.kernel, bias=factors.bias, low_rank=low_rank
+  )
+  return kernel.run(
+    form, wanted, operands._replace(hidden=factors.hidden, head=head)
+  )
+
+
+def _by_token(form: kernel.Form, values: kernel.Values) -> jax.Array:
+  """`soft D + hard l`."""
+  parts = []
+  if form.soft:
+    parts.append(form.soft * values.soft)
+  if form.hard:
+    parts.append(form.hard * values.hard)
+  return sum(parts[1:], parts[0])
+
+
+def _wanted(factors: Factors) -> kernel.Gradients:
+  """Which of a forward rule's arguments are differentiated."""
+  return kernel.Gradients(
+    *(factor is not None and factor.perturbed for factor in factors)
+  )
+
+
+def _dtypes(factors: Factors) -> Any:
+  """Empty arrays of the factors' dtypes: residuals are arrays."""
+  return jax.tree.map(lambda factor: jnp.zeros((0,), factor.dtype), factors)
+
+
+def _cotangents(
+  gradients: kernel.Gradients, cotangent: Any, dtypes: Any
+) -> Factors:
+  """Gradients times a cotangent, each in its factor's dtype."""
+  return kernel.Gradients(
+    *(
+      None if gradient is None else (cotangent * gradient).astype(like.dtype)
+      for gradient, like in zip(gradients, dtypes, strict=True)
+    )
+  )
+
+
+# Gradients in the forward pass.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def weighted_sum(
+  form: kernel.Form,
+  factors: Factors,
+  weights: jax.Array,
+  operands: kernel.Operands,
+) -> tuple[jax.Array, kernel.Values]:
+  """`sum w (soft D + hard l)`, and values by token, not differentiated."""
+  values = _run(form, NOTHING, factors, operands).values
+  return _sum(form, values, weights, operands), values
+
+
+def _sum(form, values, weights, operands):
+  return numerics.weighted_sum(
+    _by_token(form, values), weights, operands.is_active
+  )
+
+
+def _weighted_sum_forward(form, factors, weights, operands):
+  wanted, weighted = _wanted(factors), weights.perturbed
+  factors, weights, operands = (
+    jax.custom_derivatives.custom_vjp_primal_tree_values(
+      (factors, weights, operands)
+    )
+  )
+  values, _, gradients = _run(
+    form, wanted, factors, operands._replace(factors=weights)
+  )
+  by_token = _by_token(form, values) if weighted else None
+  residuals = (_once((gradients, by_token)), _dtypes((factors, weights)))
+  return (_sum(form, values, weights, operands), values), residuals
+
+
+def _weighted_sum_backward(form, residuals, cotangents):
+  cotangent = cotangents[0]
+  if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+    return None, None, None
+  (gradients, by_token), (dtypes, of_weights) = residuals
+  of_factors = _cotangents(gradients, cotangent, dtypes)
+  if by_token is not None:
+    by_token = (cotangent * by_token).astype(of_weights.dtype)
+  return of_factors, by_token, None
+
+
+weighted_sum.defvjp(
+  _weighted_sum_forward, _weighted_sum_backward, symbolic_zeros=True
+)
+
+
+# Gradients in the backward pass.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def by_token(
+  form: kernel.Form, factors: Factors, operands: kernel.Operands
+) -> tuple[jax.Array, kernel.Values]:
+  """`soft D + hard l` by token, and values, not differentiated."""
+  values = _run(form, NOTHING, factors, operands).values
+  return _by_token(form, values), values
+
+
+def _by_token_forward(form, factors, operands):
+  wanted = _wanted(factors)
+  factors, operands = jax.custom_derivatives.custom_vjp_primal_tree_values(
+    (factors, operands)
+  )
+  values, statistics, _ = _run(form, NOTHING, factors, operands)
+  return (_by_token(form, values), values), (
+    _Static(wanted),
+    factors,
+    operands._replace(statistics=statistics),
+  )
+
+
+def _by_token_backward(form, residuals, cotangents):
+  cotangent = cotangents[0]
+  if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
+    return None, None
+  wanted, factors, operands = residuals
+  gradients = _run(
+    form, wanted.value, factors, operands._replace(factors=cotangent)
+  ).gradients
+  one = jnp.ones_like(cotangent, shape=())
+  return _cotangents(_once(gradients), one, factors), None
+
+
+by_token.defvjp(_by_token_forward, _by_token_backward, symbolic_zeros=True)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Static:
+  """A residual that is no array."""
+
+  value: Any
+
+
+# Second derivatives.
+
+
+@jax.custom_jvp
+def _once(gradients: Any) -> Any:
+  """Gradients that are differentiated in forward mode alone.
+
+  The loops run as long as there are tokens that count, so that JAX cannot
+  reverse them.
+  """
+  return gradients
+
+
+@_once.defjvp
+def _once_jvp(primals, tangents):
+  return primals[0], jax.custom_derivatives.linear_call(
+    lambda _, tangent: tangent, _refuse, (), tangents[0]
+  )
+
+
+def _refuse(_, cotangent):
+  raise checks.fail(
+    NotImplementedError,
+    "a gradient of a linear-vocabulary loss must be differentiated in forward"
+    " mode (jax.jvp, jax.jacfwd) or taken from the dense loss",
+    "reverse mode over reverse mode",
+  )
