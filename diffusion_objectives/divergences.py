@@ -118,7 +118,7 @@ class Divergence:
 
 
 def _forward_kl(p, q, d):
-  return numerics.kl_terms(p, q, d), numerics.difference(p, q, d)
+  return numerics.kl_terms_and_difference(p, q, d)
 
 
 def _reverse_kl(p, q, d):

@@ -100,6 +100,20 @@ def log_softmax(
   return log_probs, jnp.exp(log_probs)
 
 
+def first_maximum(rows: jax.Array) -> jax.Array:
+  """`argmax` over the last axis, as int32.
+
+  Two reductions to a number: XLA's CPU backend takes many times as long for
+  one to a pair. Floats hold the index exactly.
+  """
+  if rows.shape[-1] > 2**24:
+    return jnp.argmax(rows, axis=-1).astype(jnp.int32)
+  is_top = rows == jnp.max(rows, axis=-1, keepdims=True)
+  index = -jax.lax.broadcasted_iota(jnp.float32, rows.shape, rows.ndim - 1)
+  first = -jnp.max(jnp.where(is_top, index, -rows.shape[-1] + 1.0), axis=-1)
+  return first.astype(jnp.int32)
+
+
 def _is_target(logits: jax.Array, ids: jax.Array) -> jax.Array:
   vocabulary = jax.lax.broadcasted_iota(
     ids.dtype, logits.shape, logits.ndim - 1
@@ -175,6 +189,20 @@ def kl_terms(x: jax.Array, y: jax.Array, e: jax.Array) -> jax.Array:
   is_small = jnp.abs(e) < 1
   series = x * _exp_minus_tangent(jnp.where(is_small, e, 0))
   return jnp.where(is_small, series, (y - x) - product(x, e))
+
+
+def kl_terms_and_difference(
+  p: jax.Array, q: jax.Array, d: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """`kl_terms(p, q, d)` and `difference(p, q, d)`, from one series."""
+  is_small = (jnp.abs(d) < 1) & (p != 0)
+  near = jnp.where(is_small, d, 0)
+  series = _exp_minus_tangent(near)
+  gap = q - p
+  return (
+    jnp.where(is_small, p * series, gap - product(p, d)),
+    jnp.where(is_small, p * (near + series), gap),
+  )
 
 
 def log_mixture(d: jax.Array, share: float) -> jax.Array:

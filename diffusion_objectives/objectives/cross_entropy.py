@@ -73,7 +73,7 @@ def weighted_cross_entropy_loss(
   clean = numerics.clean_rows(logits, is_active, dtype)
   ids = numerics.clean_ids(batch.target_ids, is_active)
   losses = numerics.token_negative_log_likelihood(clean, ids)
-  is_correct = jnp.argmax(clean, axis=-1).astype(ids.dtype) == ids
+  is_correct = numerics.first_maximum(clean) == ids
   return outputs.LossOutput(
     primary_loss=outputs.WeightedMetric(
       unreduced_sum=numerics.weighted_sum(losses, weights, is_active),

@@ -467,7 +467,7 @@ def _dense_categories(
   return _Categories(
     teacher=logits,
     student=student,
-    is_agreed=jnp.argmax(logits, axis=-1) == jnp.argmax(student, axis=-1),
+    is_agreed=numerics.first_maximum(logits) == numerics.first_maximum(student),
     is_usable=jnp.ones_like(is_active),
   )
 
@@ -483,13 +483,12 @@ def _top_k_categories(
   listed = batches.listed_categories(
     teacher, is_active, temperature, student.dtype, student.shape[-1]
   )
-  best = jnp.argmax(student, axis=-1).astype(listed.ids.dtype)
   return _Categories(
     teacher=listed.logits,
     student=numerics.list_and_tail(
       student, listed.ids, listed.is_listed, temperature
     ),
-    is_agreed=listed.best_id == best,
+    is_agreed=listed.best_id == numerics.first_maximum(student),
     is_usable=batches.is_usable_teacher(teacher, weights, student.shape[-1]),
   )
 

@@ -241,6 +241,7 @@ class Block(NamedTuple):
   columns: blocks.Columns
   student: projection.Projection
   teacher: Any
+  has_teacher_product: bool
   targets: jax.Array | None
   listed: Listed | None
   factors: jax.Array | None
@@ -305,6 +306,7 @@ def _block(
     columns,
     before(head, operands.hidden),
     teacher,
+    teacher_head is not None,
     *jax.tree.map(take, (operands.targets,)),
     listed,
     *jax.tree.map(take, (operands.factors,)),
@@ -316,7 +318,7 @@ def _block(
     )
     _, slopes = _row_values(block, statistics)
     _, hidden, sums = _second_pass(
-      block, wanted, statistics, slopes, None, sums
+      block, wanted, statistics, slopes, (None, None), sums
     )
     return (None, statistics, hidden), sums
   statistics, tile = _first_pass(block)
@@ -327,10 +329,16 @@ def _block(
   return (values._replace(**terms), statistics, hidden), sums
 
 
-def _logits(block: Block, j: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-  """The student's and the teacher's, on one block of columns."""
-  teacher = None if block.teacher is None else block.teacher(j)
-  return projection.logits(block.student, j), teacher
+def _logits(
+  block: Block, j: jax.Array, kept: tuple[Any, Any] = (None, None)
+) -> tuple[jax.Array, jax.Array | None]:
+  """The student's and the teacher's on one block of columns, unless kept."""
+  z, y = kept
+  if z is None:
+    z = projection.logits(block.student, j)
+  if y is None and block.teacher is not None:
+    y = block.teacher(j)
+  return z, y
 
 
 # The first pass.
@@ -369,7 +377,7 @@ def _first_pass(block: Block) -> tuple[Statistics, Any]:
       z, jnp.minimum(local, columns.block - 1), axis=1
     )
     picked = jnp.where(local < columns.block, found, picked)
-    return picked, (part, (z, y) if form.keeps_tile else None)
+    return picked, (part, _kept(block, z, y))
 
   picked, (parts, tile) = lax.scan(
     visit, jnp.zeros(watched.shape, dtype), jnp.arange(columns.count)
@@ -392,6 +400,13 @@ def _first_pass(block: Block) -> tuple[Statistics, Any]:
   return joined, tile
 
 
+def _kept(block: Block, z: jax.Array, y: jax.Array | None) -> Any:
+  """What the tile holds: what a product has formed."""
+  if not block.form.keeps_tile:
+    return None, None
+  return z, y if block.has_teacher_product else None
+
+
 def _watched(block: Block, tokens: int) -> jax.Array:
   """`[c, ...]` ids whose logits are kept: the target, then the list."""
   parts = [jnp.zeros((tokens, 0), jnp.int32)]
@@ -408,7 +423,9 @@ def _finite(top: jax.Array) -> jax.Array:
 
 
 def _total(z: jax.Array, top: jax.Array, temperature: float) -> jax.Array:
-  return jnp.sum(jnp.exp((z - _finite(top)[:, None]) / temperature), axis=1)
+  return jnp.sum(
+    jnp.exp((z - _finite(top)[:, None]) * (1 / temperature)), axis=1
+  )
 
 
 def _rows(
@@ -416,12 +433,8 @@ def _rows(
 ) -> Rows:
   """Of one block's columns."""
   top = jnp.max(z, axis=1)
-  # XLA's CPU backend takes 30 times as long for an argmax. Floats hold the
-  # index in a block exactly.
-  index = -lax.broadcasted_iota(jnp.float32, z.shape, 1)
-  first = -jnp.max(jnp.where(z == top[:, None], index, -jnp.inf), axis=1)
-  first = jnp.where(jnp.isfinite(first), first, 0).astype(jnp.int32)
-  return Rows(top, columns.start(j) + first, _total(z, top, temperature))
+  top_id = columns.start(j) + numerics.first_maximum(z)
+  return Rows(top, top_id, _total(z, top, temperature))
 
 
 def _join(parts: Rows, temperature: float) -> Rows:
@@ -539,7 +552,7 @@ def _second_pass(
   def visit(carry, at):
     terms, sums = carry
     j, kept = at
-    z, y = _logits(block, j) if kept is None else kept
+    z, y = _logits(block, j, kept)
     more, dz = _terms(block, statistics, slopes, j, z, y, any(wanted))
     terms = tuple(a + b for a, b in zip(terms, more, strict=True))
     if any(wanted):
@@ -578,26 +591,20 @@ def _terms(
   terms, parts = (), []
   if y is not None:
     p, q, d, u, v = _pair(statistics, z, y, form.temperature)
-    terms = tuple(
-      jnp.sum(term, axis=1)
-      for term in (
-        numerics.kl_terms(p, q, d),
-        numerics.product(p, u),
-        numerics.product(q, v),
-      )
-    )
-    if is_differentiated:
-      parts.append(form.soft / form.temperature * numerics.difference(p, q, d))
+    divergence, slope = divergences.forward_kl(p, q, d)
+    summed = (divergence, numerics.product(p, u), numerics.product(q, v))
+    terms = tuple(jnp.sum(term, axis=1) for term in summed)
+    parts.append(form.soft / form.temperature * slope)
   if not is_differentiated:
     return terms, None
   if block.listed is not None:
     rest = statistics.rest
-    tail = jnp.exp((z - _finite(rest.top)[:, None]) / form.temperature)
+    tail = jnp.exp((z - _finite(rest.top)[:, None]) * (1 / form.temperature))
     scale = slopes[:, -1] / jnp.where(rest.total == 0, 1, rest.total)
     parts.append(_scatter(block, j, scale[:, None] * tail, slopes[:, :-1]))
   if form.hard:
     factor = form.hard / form.hard_temperature
-    shares = jnp.exp((z - student.top[:, None]) / form.hard_temperature)
+    shares = jnp.exp((z - student.top[:, None]) * (1 / form.hard_temperature))
     shares *= (factor / _hard_total(statistics))[:, None]
     local = block.columns.local(j, block.targets)
     index = lax.broadcasted_iota(jnp.int32, z.shape, 1)
@@ -613,8 +620,8 @@ def _pair(statistics, z, y, temperature):
   As `numerics.token_divergence` forms them, from the statistics of the rows.
   """
   teacher, student = statistics.teacher, statistics.student
-  u = (y - _finite(teacher.top)[:, None]) / temperature
-  v = (z - _finite(student.top)[:, None]) / temperature
+  u = (y - _finite(teacher.top)[:, None]) * (1 / temperature)
+  v = (z - _finite(student.top)[:, None]) * (1 / temperature)
   p = jnp.exp(u) * (1 / teacher.total)[:, None]
   q = jnp.exp(v) * (1 / student.total)[:, None]
   # Differences of near rows are exact; those of far ones lose less when each
@@ -625,6 +632,6 @@ def _pair(statistics, z, y, temperature):
   of_y = jnp.where(is_near, 0, teacher.top)[:, None]
   gap = (z - of_z) - (y - of_y) - jnp.where(is_near, offset, 0)[:, None]
   log_totals = jnp.log(student.total / teacher.total)
-  d = gap / temperature - log_totals[:, None]
+  d = gap * (1 / temperature) - log_totals[:, None]
   is_out = (y == -jnp.inf) & (z == -jnp.inf)
   return p, q, jnp.where(is_out, 0, d), u, v
