@@ -16,13 +16,12 @@ class Platform(NamedTuple):
   Attributes:
     token_block: how many tokens a block has.
     vocabulary_block: how many columns.
-    reads_as_integers: whether parts of 16-bit arrays are read as integers.
-      XLA's CPU backend would widen the whole array first.
+    is_cpu: whether XLA's CPU backend is worked around.
   """
 
   token_block: int
   vocabulary_block: int
-  reads_as_integers: bool
+  is_cpu: bool
 
 
 # On a CPU a product of 256 rows runs at full speed, and a block of 1,024 columns
@@ -89,10 +88,11 @@ def read(
   is_narrow = array.dtype.itemsize == 2 and jnp.issubdtype(
     array.dtype, jnp.floating
   )
-  if not (platform.reads_as_integers and is_narrow):
+  if not (platform.is_cpu and is_narrow):
     return part(array, *where)
-  # Outside the loop the reinterpretation would be a copy: the barrier, which
-  # depends on the loop's index, keeps it inside.
+  # The CPU backend would widen the whole array to read a part of it, but not
+  # integers. Outside the loop the reinterpretation would be a copy: a barrier
+  # that depends on the loop's index keeps it inside.
   array, where = lax.optimization_barrier((array, where))
   integers = lax.bitcast_convert_type(array, jnp.uint16)
   return lax.bitcast_convert_type(part(integers, *where), array.dtype)

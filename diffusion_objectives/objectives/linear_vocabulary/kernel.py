@@ -187,6 +187,11 @@ def _run(
   used = jnp.sum(operands.is_active, dtype=jnp.int32)
   a, b = head.low_rank or (None, None)
   dtype = sum_dtype(operands.hidden, head)
+  is_turned = projection.is_turned(
+    head,
+    jnp.promote_types(operands.hidden.dtype, head.kernel.dtype),
+    platform,
+  )
   sums = Gradients(
     *(
       jnp.zeros(array.shape, dtype) if is_wanted else None
@@ -195,6 +200,8 @@ def _run(
       )
     )
   )._replace(hidden=None)
+  if wanted.kernel and is_turned:
+    sums = sums._replace(kernel=sums.kernel.T)
 
   def visit(i, sums):
     slots = i * size + jnp.arange(size, dtype=jnp.int32)
@@ -220,6 +227,8 @@ def _run(
   (values, statistics, hidden), sums = lax.fori_loop(
     0, blocks.count(used, size), step, (start, sums)
   )
+  if wanted.kernel and is_turned:
+    sums = sums._replace(kernel=sums.kernel.T)
   return Result(values, statistics, sums._replace(hidden=hidden))
 
 
