@@ -329,6 +329,7 @@ def distillation(batch, teacher, kind):
     "dense": lambda: do.DenseTeacher(logits=np.asarray(head.logits(hidden))),
     "hidden": lambda: do.HiddenTeacher(hidden=np.asarray(hidden)),
   }
+  views["dense teacher"] = views["dense"]
   return do.DiffusionDistillationBatch(
     student_batch=batch, teacher=views[kind]()
   )
@@ -353,6 +354,8 @@ def trained_on_teacher(kind, trainer, teacher, **changes):
     return trainer
   if kind == "dense":
     configure(student_logits_fn=small_logits)
+  elif kind == "dense teacher":
+    configure(hidden_fn=small_hidden)
   else:
     _, head = small_hidden(teacher, micro[0].model_inputs)
     configure(hidden_fn=small_hidden, frozen=head)
@@ -363,7 +366,7 @@ def trained_on_teacher(kind, trainer, teacher, **changes):
   return trainer
 
 
-@pytest.mark.parametrize("kind", ["hidden", "module"])
+@pytest.mark.parametrize("kind", ["dense teacher", "hidden", "module"])
 def test_a_frozen_teacher_trains_as_its_logits_do(kind):
   teacher = teacher_network()
   runs = [
@@ -373,6 +376,39 @@ def test_a_frozen_teacher_trains_as_its_logits_do(kind):
   assert_same_run(runs[1], runs[0], 2e-6)
   others = trained_on_teacher("dense", small_trainer(), teacher_network(8))
   assert largest_difference(parameters(others), parameters(runs[0])) > 1e-3
+
+
+def test_a_whole_network_of_tunix_teaches_its_own_lora():
+  """The teacher is the student's base, whose arrays it may share."""
+  name = "Qwen3"
+  micro = unequal(name, 4)
+  trained = []
+  for form in ("dense", "linear"):
+    base = qwen()
+    student = with_lora(base, name)
+    if hasattr(make_trainer(qwen()), "create_update_step_fn"):
+      base = jax.tree.map(jnp.copy, base)
+    trainer = make_trainer(student, steps=2, eval_every_n_steps=1)
+    if form == "linear":
+      tunix.configure_prepared_diffusion_opd(
+        trainer, hidden_fn=tunix.model_hidden_and_head, frozen=base
+      )
+    else:
+
+      def scored(batch, base=base):
+        logits = tunix.model_logits(base, batch.model_inputs)
+        return do.DiffusionDistillationBatch(
+          student_batch=batch, teacher=do.DenseTeacher(logits=logits)
+        )
+
+      tunix.configure_prepared_diffusion_opd(trainer, scored)
+    start = parameters(trainer)
+    trainer.train(micro, unequal(name, 2, seed=1))
+    assert largest_difference(parameters(trainer), start) > 1e-4
+    for model in (trainer.model, base):
+      assert_nothing_is_sown(model)
+    trained.append(trainer)
+  assert_same_run(trained[1], trained[0], 2e-6)
 
 
 @pytest.mark.parametrize("steps", [None, 2])
@@ -479,13 +515,15 @@ def compiled_texts(trainer, item):
   steps = list(getattr(trainer, name)())
   is_split = hasattr(trainer, "create_update_step_fn")
   if is_split:
-    del steps[1]  # the update takes no batch
+    forward, _, evaluation = steps  # the update takes no batch
+    fused = trainer._jitted_train_step_fn
+    steps = [forward, evaluation, *([fused] if fused else [])]
   prepared = trainer._prepare_inputs(item)
-  for step, is_training in zip(steps, (True, False), strict=True):
+  for index, step in enumerate(steps):
     arguments = {"inputs": step._supplied(prepared)}
-    if is_training and is_split:
+    if index == 0 and is_split:
       arguments["grad_accumulator"] = trainer.grad_accumulator
-    elif is_training and hasattr(trainer, "grad_accumulator"):
+    elif index == 0 and hasattr(trainer, "grad_accumulator"):
       arguments["is_update_step"] = jnp.array(True)
     lowered = step.func.lower(*step.step.args, **arguments)
     yield lowered.compile().as_text()
@@ -618,12 +656,11 @@ def test_arrays_that_the_trainer_donates_are_refused():
     )
   is_donated = hasattr(trainer, "create_update_step_fn")
   shared = nnx.clone(trainer.model)
-  nnx.update(shared, nnx.state(trainer.model))
   trainer = small_trainer(model=trainer.model)
   if is_donated:
     with pytest.raises(ValueError, match=r"trainer\.model, .*; received"):
       opd_trainer_of(trainer, shared)
-    nnx.update(shared, jax.tree.map(jnp.copy, nnx.state(shared)))
+    shared = jax.tree.map(jnp.copy, shared)
   opd_trainer_of(trainer, shared)
   trainer.train(small_batches(4), small_batches(1))
   assert trainer.train_steps == 2
@@ -763,6 +800,24 @@ def test_what_does_not_fit_is_refused_at_configuration(
   refused(kind, message, configure, **options)
 
 
+def test_the_compiling_method_must_stay_the_configured_one():
+  trainer = make_trainer()
+  name = tunix.GENERATIONS[-1].compile_steps
+  if not hasattr(trainer, name):
+    name = tunix.GENERATIONS[0].compile_steps
+  own = getattr(trainer, name)
+  other = functools.wraps(own)(lambda *a, **k: own(*a, **k))
+  setattr(trainer, name, other)
+  with pytest.raises(ValueError, match=rf"{name} must be its class's"):
+    tunix.configure_diffusion_sft(trainer)
+  delattr(trainer, name)
+  tunix.configure_diffusion_sft(trainer)
+  for later in (other, lambda *a: 0.0):
+    setattr(trainer, name, later)
+    with pytest.raises(ValueError, match=rf"trainer\.{name} must be the conf"):
+      trainer.train(small_batches(1))
+
+
 def bad_runs():
   teacher = teacher_network()
   tokens = small_batches(1)[0]
@@ -863,10 +918,22 @@ def largest_array(text):
   return max(math.prod(map(int, shape.split(","))) for shape in shapes)
 
 
+def without_vocabulary(model, batch):
+  """Of the hidden states alone: what else the network does is dropped."""
+  hidden, _ = tunix.model_hidden_and_head(model, batch.model_inputs)
+  return do.LossOutput(
+    primary_loss=do.WeightedMetric(
+      unreduced_sum=jnp.sum(hidden**2), denominator=jnp.float32(hidden.size)
+    ),
+    aux_metrics={},
+  )
+
+
 @pytest.mark.parametrize(
   "form",
   [
     "dense",
+    "hidden states alone",
     pytest.param(
       "linear",
       marks=pytest.mark.xfail(strict=True, reason="the loss is a stand-in"),
@@ -884,8 +951,11 @@ def test_no_array_has_the_size_of_the_logits(form):
     loss_weights=np.ones(shape, np.float32),
   )
   trainer = make_trainer(qwen(ids=ids))
-  linear = {"hidden_fn": tunix.model_hidden_and_head}
-  tunix.configure_diffusion_sft(trainer, **linear if form == "linear" else {})
+  if form == "hidden states alone":
+    tunix.configure_objective(trainer, without_vocabulary)
+  else:
+    linear = {"hidden_fn": tunix.model_hidden_and_head}
+    tunix.configure_diffusion_sft(trainer, **linear if form == "linear" else {})
   logits = math.prod(shape) * ids
   for text in compiled_texts(trainer, batch):
     largest = largest_array(text)

@@ -27,10 +27,12 @@ class Frozen:
   Attributes:
     structure: what is known to the compiler; it need not be hashable.
     arrays: the step's arguments.
+    mesh: that which they were placed on.
   """
 
   structure: Any
   arrays: tuple[jax.Array, ...]
+  mesh: jax.sharding.Mesh | None = None
 
   @classmethod
   def of(cls, value: Any) -> "Frozen":
@@ -55,7 +57,8 @@ class Frozen:
         "frozen must be a pytree of arrays or an nnx.Module",
         checks.describe(value),
       )
-    return cls((graph, tree), tuple(map(jnp.asarray, leaves)))
+    arrays = (x if isinstance(x, jax.Array) else jnp.array(x) for x in leaves)
+    return cls((graph, tree), tuple(arrays))
 
   def rebuild(self, arrays: Iterable[jax.Array]) -> Any:
     """The pytree or module with other arrays, such as a trace's."""
@@ -81,8 +84,9 @@ class Frozen:
   def place(self) -> None:
     """Replicates over the mesh what lies elsewhere, once and for all steps."""
     mesh = pxla.thread_resources.env.physical_mesh
-    if mesh.empty:
+    if mesh.empty or mesh == self.mesh:
       return
+    self.mesh = mesh
     devices = set(mesh.devices.flat)
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     self.arrays = tuple(
