@@ -32,6 +32,9 @@ from diffusion_objectives.trainers.tunix.configure import (
 from diffusion_objectives.trainers.tunix.generations import (
   GENERATIONS as GENERATIONS,
 )
+from diffusion_objectives.trainers.tunix.hidden import (
+  model_hidden_and_head as model_hidden_and_head,
+)
 from diffusion_objectives.trainers.tunix.hook import (
   RESERVED_METRICS as RESERVED_METRICS,
 )

@@ -1,13 +1,19 @@
 """The calls that configure a trainer."""
 
 from collections.abc import Mapping
+import dataclasses
 from typing import Any
+
+from flax import nnx
+import jax
 
 from diffusion_objectives import batches
 from diffusion_objectives import divergences
 from diffusion_objectives._core import checks
 from diffusion_objectives.objectives import cross_entropy
 from diffusion_objectives.objectives import distillation
+from diffusion_objectives.objectives import linear_vocabulary
+from diffusion_objectives.trainers.tunix import frozen_arrays
 from diffusion_objectives.trainers.tunix import hook
 from diffusion_objectives.trainers.tunix import identity
 from diffusion_objectives.trainers.tunix import preparation
@@ -18,6 +24,7 @@ def configure_objective(
   loss_fn: hook.LossFn,
   *,
   batch_adapter: preparation.BatchAdapter | None = None,
+  frozen: Any = None,
   check_values: bool = True,
   name: str | None = None,
   objective_version: int = 1,
@@ -40,10 +47,15 @@ def configure_objective(
   Args:
     trainer: a `PeftTrainer` of google-tunix 0.1.7 or of Tunix main, or main's
       experimental `PeftTrainerV2`, with full parameters or LoRA.
-    loss_fn: `(model, batch) -> LossOutput`, traced.
+    loss_fn: `(model, batch) -> LossOutput`, traced; `(model, batch, frozen)`
+      where `frozen` is given.
     batch_adapter: from an item of the data set to the batch, called before the
       compiled step, in training and in evaluation, and not for items that a
       resumed run skips. None takes the items as batches.
+    frozen: a pytree of arrays, such as an `OutputHead`, or an `nnx.Module`,
+      taken as it is now. Its arrays are arguments of the compiled step: no
+      constants, not trained, not donated, not saved, and laid out as they are.
+      On a mesh, what does not lie on its devices is replicated once.
     check_values: whether to call `batch.check_values()`, where the batch has
       that method, before each step.
     name: of the objective; None takes the function's, which a lambda or a
@@ -61,10 +73,11 @@ def configure_objective(
 
   Raises:
     TypeError: an argument of another type.
-    ValueError: a trainer that lacks a needed attribute or accumulates in
-      another way, that is inside `train()` or inside an accumulation window, or
-      that was restored from a checkpoint of another objective (each differing
-      field is named) or of none.
+    ValueError: frozen arrays that the trainer donates (the optimizer's, and in
+      main's experimental trainer the model's); a trainer that lacks a needed
+      attribute or accumulates in another way, that is inside `train()` or
+      inside an accumulation window, or that was restored from a checkpoint of
+      another objective (each differing field is named) or of none.
 
   Example:
     >>> import jax.numpy as jnp, numpy as np, optax
@@ -110,6 +123,7 @@ def configure_objective(
       denominator=None,
       metadata=metadata or {},
     ),
+    frozen=_frozen(frozen),
     check_values=check_values,
     allow_missing_identity=allow_missing_identity,
   )
@@ -120,6 +134,8 @@ def configure_diffusion_sft(
   batch_adapter: preparation.BatchAdapter | None = None,
   logits_fn: preparation.LogitsFn | None = None,
   *,
+  hidden_fn: preparation.HiddenFn | None = None,
+  frozen: Any = None,
   denominator: str | None = None,
   check_values: bool = True,
   metadata: Mapping[str, Any] | None = None,
@@ -127,12 +143,20 @@ def configure_diffusion_sft(
 ) -> Any:
   """Trains a `PeftTrainer` on `weighted_cross_entropy_loss`.
 
+  With `hidden_fn` it is `linear_weighted_cross_entropy_loss`: the same loss,
+  without the logits in memory, and the same objective to a checkpoint.
+
   Args:
     trainer: as for `configure_objective`.
     batch_adapter: from an item of the data set to a `DiffusionTokenBatch`, ours
       or Tunix main's own; None takes the items as such.
     logits_fn: `(model, model_inputs) -> [batch, length, vocabulary]` logits,
       aligned with the targets; None is `model_logits`.
+    hidden_fn: `(model, model_inputs) -> (hidden, OutputHead)` instead, with
+      `[batch, length, features]` hidden states aligned with the targets, such
+      as `model_hidden_and_head`.
+    frozen: as for `configure_objective`, a third argument of `logits_fn` or
+      `hidden_fn`: a head that is not trained.
     denominator: the loss's unit. None takes that of the first batch: "tokens"
       where it has `is_supervised`, else "weights".
     check_values: whether to check each batch's values before the step.
@@ -143,7 +167,8 @@ def configure_diffusion_sft(
     The same trainer.
 
   Raises:
-    TypeError, ValueError: as `configure_objective`; or an unknown denominator.
+    TypeError, ValueError: as `configure_objective`; or an unknown denominator,
+      both functions, or `frozen` without one that takes it.
     During `train()`: a batch of another class, with values that
       `DiffusionTokenBatch.check_values` refuses, or of another unit than the
       first or than the checkpoint's; parameters are then as before that batch.
@@ -173,19 +198,34 @@ def configure_diffusion_sft(
     denominator=denominator,
     metadata=metadata or {},
   )
+  scorer = preparation.Scorer.of(logits_fn, hidden_fn)
+  if frozen is not None and logits_fn is None and hidden_fn is None:
+    raise checks.fail(
+      ValueError,
+      "frozen must come with a logits_fn or hidden_fn that takes it",
+      "neither",
+    )
+  kept = _frozen(frozen)
   prepare = preparation.Preparation(
     kind=batches.DiffusionTokenBatch,
     trainer=trainer,
     batch_adapter=batch_adapter,
-    logits_fn=logits_fn or preparation.model_logits,
+    scorer=scorer,
     denominator=denominator,
     check_values=checks.boolean("check_values", check_values),
     identity=ours,
+    frozen=kept,
   )
 
-  def loss_fn(model, batch):
-    return cross_entropy.weighted_cross_entropy_loss(
-      prepare.logits_fn(model, batch.model_inputs),
+  def loss_fn(model, batch, *given):
+    if scorer.hidden_fn is None:
+      return cross_entropy.weighted_cross_entropy_loss(
+        scorer.logits(model, batch.model_inputs, *given),
+        batch,
+        denominator=denominator,
+      )
+    return linear_vocabulary.linear_weighted_cross_entropy_loss(
+      *scorer.hidden_and_head(model, batch.model_inputs, *given),
       batch,
       denominator=denominator,
     )
@@ -195,6 +235,7 @@ def configure_diffusion_sft(
     loss_fn,
     prepare,
     ours,
+    frozen=kept,
     allow_missing_identity=allow_missing_identity,
   )
 
@@ -204,6 +245,9 @@ def configure_prepared_diffusion_opd(
   batch_adapter: preparation.BatchAdapter | None = None,
   student_logits_fn: preparation.LogitsFn | None = None,
   *,
+  hidden_fn: preparation.HiddenFn | None = None,
+  frozen: linear_vocabulary.OutputHead | nnx.Module | None = None,
+  teacher_hidden_fn: preparation.HiddenFn | None = None,
   temperature: float = 1.0,
   soft_loss_weight: float = 1.0,
   hard_loss_weight: float = 0.0,
@@ -217,14 +261,27 @@ def configure_prepared_diffusion_opd(
 
   The adapter is the place for rollouts and for the teacher: it runs before the
   compiled step with the student as it is then, and is not called for items that
-  a resumed run skips.
+  a resumed run skips. A frozen teacher can be scored inside the step instead.
+
+  With `hidden_fn` the loss is `linear_prepared_opd_loss`: the same loss,
+  without student's or teacher's logits in memory, and the same objective to a
+  checkpoint. Its divergence is the forward KL.
 
   Args:
     trainer: as for `configure_objective`; its model is the student.
     batch_adapter: from an item of the data set to a
-      `DiffusionDistillationBatch`; None takes the items as such.
+      `DiffusionDistillationBatch`, to a `DiffusionTokenBatch` (ours or Tunix
+      main's own) where `frozen` is a module; None takes the items as such.
     student_logits_fn: `(model, model_inputs) -> [batch, length, vocabulary]`
       logits, aligned with the targets; None is `model_logits`.
+    hidden_fn: `(model, model_inputs) -> (hidden, OutputHead)` instead, with
+      `[batch, length, features]` hidden states aligned with the targets, such
+      as `model_hidden_and_head`.
+    frozen: with `hidden_fn`, an `OutputHead`, that of the batches'
+      `HiddenTeacher`s; or an `nnx.Module`, the teacher, which the compiled step
+      scores on the student's inputs. Held as by `configure_objective`.
+    teacher_hidden_fn: `(frozen, model_inputs) -> (hidden, OutputHead)` of a
+      module; None is `hidden_fn`.
     temperature: of the soft term.
     soft_loss_weight: coefficient of `T^2 D(teacher, student)`.
     hard_loss_weight: coefficient of the cross entropy with the targets.
@@ -242,10 +299,13 @@ def configure_prepared_diffusion_opd(
 
   Raises:
     TypeError, ValueError: as `configure_objective`; or a hyper-parameter that
-      `prepared_opd_loss` refuses. During `train()`: a batch of another class,
-      with values that `DiffusionDistillationBatch.check_values` refuses, or of
-      another unit than the first or than the checkpoint's; parameters are then
-      as before that batch.
+      `prepared_opd_loss` refuses; `hidden_fn` with logits or with another
+      divergence; `frozen` without `hidden_fn`, or of another class. During
+      `train()`: a batch of another class, with values that
+      `DiffusionDistillationBatch.check_values` refuses, a `HiddenTeacher`
+      without its head, a teacher of another vocabulary, or of another unit than
+      the first or than the checkpoint's; parameters are then as before that
+      batch.
 
   Example:
     >>> import jax, numpy as np, optax
@@ -285,26 +345,55 @@ def configure_prepared_diffusion_opd(
     denominator=denominator,
     metadata=metadata or {},
   )
+  scorer = preparation.Scorer.of(
+    student_logits_fn, hidden_fn, logits_name="student_logits_fn"
+  )
+  if hidden_fn is not None and divergence != divergences.forward_kl:
+    raise checks.fail(
+      ValueError,
+      "divergence must be forward_kl where hidden_fn is given",
+      divergence.name,
+    )
+  teacher = _teacher(frozen, scorer, teacher_hidden_fn)
+  is_scored_here = teacher is not None and teacher.scorer is not None
+  value_options = {"check_targets": hyper_parameters.hard_loss_weight > 0}
+  if not is_scored_here:
+    value_options["check_teacher"] = hyper_parameters.soft_loss_weight > 0
   prepare = preparation.Preparation(
-    kind=batches.DiffusionDistillationBatch,
+    kind=batches.DiffusionTokenBatch
+    if is_scored_here
+    else batches.DiffusionDistillationBatch,
     trainer=trainer,
     batch_adapter=batch_adapter,
-    logits_fn=student_logits_fn or preparation.model_logits,
+    scorer=scorer,
     denominator=denominator,
     check_values=checks.boolean("check_values", check_values),
     identity=ours,
-    value_options={
-      "check_targets": hyper_parameters.hard_loss_weight > 0,
-      "check_teacher": hyper_parameters.soft_loss_weight > 0,
-    },
+    value_options=value_options,
+    teacher=teacher,
   )
 
-  def loss_fn(model, batch):
-    return distillation.prepared_opd_loss(
-      prepare.logits_fn(model, batch.student_batch.model_inputs),
+  def loss_fn(model, batch, *given):
+    head = given[0] if given else None
+    if teacher is not None and teacher.scorer is not None:
+      hidden, head = jax.lax.stop_gradient(
+        teacher.scorer.hidden_and_head(head, batch.model_inputs)
+      )
+      batch = batches.DiffusionDistillationBatch(
+        student_batch=batch, teacher=batches.HiddenTeacher(hidden=hidden)
+      )
+    model_inputs = batch.student_batch.model_inputs
+    options = {**hyper_parameters._asdict(), "denominator": denominator}
+    if scorer.hidden_fn is None:
+      return distillation.prepared_opd_loss(
+        scorer.logits(model, model_inputs), batch, **options
+      )
+    del options["divergence"]
+    return linear_vocabulary.linear_prepared_opd_loss(
+      *scorer.hidden_and_head(model, model_inputs),
       batch,
-      **hyper_parameters._asdict(),
-      denominator=denominator,
+      teacher_head=head,
+      **options,
     )
 
   return _configure(
@@ -312,7 +401,45 @@ def configure_prepared_diffusion_opd(
     loss_fn,
     prepare,
     ours,
+    frozen=None if teacher is None else teacher.frozen,
     allow_missing_identity=allow_missing_identity,
+  )
+
+
+def _frozen(value: Any) -> frozen_arrays.Frozen | None:
+  return None if value is None else frozen_arrays.Frozen.of(value)
+
+
+def _teacher(
+  value: Any,
+  scorer: preparation.Scorer,
+  teacher_hidden_fn: preparation.HiddenFn | None,
+) -> preparation.Teacher | None:
+  """The frozen teacher, if there is one."""
+  if teacher_hidden_fn is not None:
+    checks.function("teacher_hidden_fn", teacher_hidden_fn)
+    if not isinstance(value, nnx.Module):
+      raise checks.fail(
+        ValueError,
+        "teacher_hidden_fn must come with frozen=, an nnx.Module",
+        checks.describe(value),
+      )
+  if value is None:
+    return None
+  checks.instance("frozen", value, linear_vocabulary.OutputHead, nnx.Module)
+  if scorer.hidden_fn is None:
+    raise checks.fail(
+      ValueError,
+      "frozen must come with a hidden_fn, by which its teacher is compared",
+      "none",
+    )
+  return preparation.Teacher.of(
+    value,
+    dataclasses.replace(
+      scorer,
+      hidden_fn=teacher_hidden_fn or scorer.hidden_fn,
+      name="teacher_hidden_fn",
+    ),
   )
 
 
@@ -322,12 +449,16 @@ def _configure(
   batch_adapter: preparation.BatchAdapter,
   ours: identity.Identity,
   *,
+  frozen: frozen_arrays.Frozen | None,
   allow_missing_identity: bool,
   check_values: bool = False,
 ) -> Any:
   """Everything is checked before anything is set."""
   checks.boolean("allow_missing_identity", allow_missing_identity)
   generation, steps, previous = hook.check_trainer(trainer)
+  if frozen is not None:
+    for name in generation.donated:
+      frozen.check_unshared(name, getattr(trainer, name))
   hook.resume(trainer, previous, ours, allow_missing_identity)
   hook.install(
     trainer,
@@ -338,6 +469,7 @@ def _configure(
       identity=ours,
       generation=generation,
       accumulation_steps=steps,
+      frozen=frozen,
       has_trained=previous is not None and previous.has_trained,
     ),
   )

@@ -61,6 +61,9 @@ _COMMON = (
   "_buffered_eval_metrics",
 )
 
+# Of the method that compiles the steps.
+_COMPILE_PARAMETERS = ("skip_jit", "cache_nnx_graph")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generation:
@@ -78,6 +81,9 @@ class Generation:
     step_factories: `(trainer, hook) -> {attribute: factory}`, set on the
       instance.
     start_window: `(trainer, hook)`, empties the accumulator.
+    compile_steps: the method that compiles the steps and returns them.
+    kept_steps: compiled steps that the trainer reads from attributes.
+    donated: attributes whose arrays a compiled step may overwrite.
     replaced: methods that are not called; they must be Tunix's own.
   """
 
@@ -90,6 +96,9 @@ class Generation:
   as_step_input: Callable[[Any, Any, Any], Any]
   step_factories: Callable[[Any, Any], Mapping[str, Callable[[], Any]]]
   start_window: Callable[[Any, Any], None]
+  compile_steps: str
+  kept_steps: tuple[str, ...]
+  donated: tuple[str, ...]
   replaced: tuple[str, ...]
 
 
@@ -185,8 +194,8 @@ def _count_accumulators(opt_state: Any) -> int:
 
 
 def _mean_and_output(trainer, hook):
-  def step_loss(model, batch):
-    output = hook.output(model, batch)
+  def step_loss(model, batch, frozen):
+    output = hook.output(model, batch, frozen)
     return output.primary_loss.compute(), {OUTPUT: output}
 
   return step_loss
@@ -199,13 +208,16 @@ def _micro_batch(trainer, hook, batch):
 
 def _multi_steps_factories(trainer, hook):
   def train_step(model, optimizer, inputs):
-    output, gradients = _differentiate(trainer, hook, model, inputs.batch)
+    micro = inputs.inputs
+    output, gradients = _differentiate(
+      trainer, hook, model, micro.batch, inputs.frozen
+    )
     denominator = output.primary_loss.denominator
-    norm = _add(model, optimizer, gradients, denominator, inputs.is_last)
+    norm = _add(model, optimizer, gradients, denominator, micro.is_last)
     return output.primary_loss.compute(), {OUTPUT: output}, norm
 
   def eval_step(model, inputs):
-    return trainer.eval_loss_fn(model, inputs.batch)
+    return trainer.eval_loss_fn(model, inputs.inputs.batch, inputs.frozen)
 
   def create_train_step():
     _place_denominator(trainer.optimizer)
@@ -218,12 +230,12 @@ def _multi_steps_factories(trainer, hook):
 
 
 def _differentiate(
-  trainer: Any, hook: Any, model: nnx.Module, batch: Any
+  trainer: Any, hook: Any, model: nnx.Module, batch: Any, frozen: Any
 ) -> tuple[outputs.LossOutput, nnx.State]:
   """The output and the gradient of its sum."""
 
-  def sum_and_output(model, batch):
-    output = hook.output(model, batch)
+  def sum_and_output(model, batch, frozen):
+    output = hook.output(model, batch, frozen)
     return output.primary_loss.unreduced_sum, output
 
   differentiable = (
@@ -231,7 +243,7 @@ def _differentiate(
   )
   (_, output), gradients = nnx.value_and_grad(
     sum_and_output, argnums=differentiable, has_aux=True
-  )(model, batch)
+  )(model, batch, frozen)
   return output, gradients
 
 
@@ -336,12 +348,18 @@ MULTI_STEPS = Generation(
   name="google-tunix 0.1.7",
   mark=None,
   attributes=(*_COMMON, "_lora_enabled"),
-  signatures={"_train_step": ("model", "optimizer", "inputs")},
+  signatures={
+    "_train_step": ("model", "optimizer", "inputs"),
+    "jit_train_and_eval_step": _COMPILE_PARAMETERS,
+  },
   check_optimizer=_check_multi_steps,
   step_loss=_mean_and_output,
   as_step_input=_micro_batch,
   step_factories=_multi_steps_factories,
   start_window=_start_multi_steps,
+  compile_steps="jit_train_and_eval_step",
+  kept_steps=(),
+  donated=("optimizer",),
   replaced=(
     "_train_step",
     "_eval_step",
@@ -369,8 +387,8 @@ def _tunix_output(trainer, hook):
   """The objective as Tunix's own `LossOutput`, known there as unreduced."""
   from tunix.sft import utils  # 0.1.7 has no such class
 
-  def step_loss(model, batch):
-    output = hook.output(model, batch)
+  def step_loss(model, batch, frozen):
+    output = hook.output(model, batch, frozen)
     primary = output.primary_loss
     return utils.LossOutput(
       utils.WeightedMetric(
@@ -393,7 +411,9 @@ def _own_factories(trainer, *names):
 
 def _accumulator_factories(trainer, hook):
   def train_step(model, optimizer, grad_accumulator, inputs, is_update_step):
-    output, gradients = _differentiate(trainer, hook, model, inputs)
+    output, gradients = _differentiate(
+      trainer, hook, model, inputs.inputs, inputs.frozen
+    )
     denominator = output.primary_loss.denominator
     norm = _add(model, optimizer, gradients, denominator, is_last=True)
     return output.primary_loss.compute(), {OUTPUT: output}, norm
@@ -425,13 +445,17 @@ ACCUMULATOR = Generation(
       "grad_accumulator",
       "inputs",
       "is_update_step",
-    )
+    ),
+    "jit_train_and_eval_step": _COMPILE_PARAMETERS,
   },
   check_optimizer=_check_no_multi_steps,
   step_loss=_tunix_output,
   as_step_input=_as_it_is,
   step_factories=_accumulator_factories,
   start_window=_start_accumulator,
+  compile_steps="jit_train_and_eval_step",
+  kept_steps=(),
+  donated=("optimizer",),
   replaced=("_train_step", "create_train_step_fn"),
 )
 
@@ -465,17 +489,26 @@ def _two_executables_factories(trainer, hook):
 TWO_EXECUTABLES = Generation(
   name="Tunix main's PeftTrainerV2",
   mark="create_update_step_fn",
-  attributes=(*_COMMON, "grad_accumulator", "create_fwd_bwd_step_fn"),
+  attributes=(
+    *_COMMON,
+    "grad_accumulator",
+    "create_fwd_bwd_step_fn",
+    "_jitted_train_step_fn",
+  ),
   signatures={
     "_fwd_bwd_step": ("model", "grad_accumulator", "inputs"),
     "_update_step": ("model", "optimizer", "grad_accumulator"),
     "_train_step": ("model", "optimizer", "grad_accumulator", "inputs"),
+    "jit_fwd_bwd_update_and_eval_step": _COMPILE_PARAMETERS,
   },
   check_optimizer=_check_no_multi_steps,
   step_loss=_tunix_output,
   as_step_input=_as_it_is,
   step_factories=_two_executables_factories,
   start_window=_start_accumulator,
+  compile_steps="jit_fwd_bwd_update_and_eval_step",
+  kept_steps=("_jitted_train_step_fn",),
+  donated=("model", "optimizer"),
   replaced=("_train_step", "create_train_step_fn", "create_update_step_fn"),
 )
 

@@ -7,6 +7,7 @@ from one generation of the trainer to the next: see `generations`.
 
 from collections.abc import Callable
 import dataclasses
+import functools
 import inspect
 from typing import Any
 
@@ -17,11 +18,13 @@ import numpy as np
 
 from diffusion_objectives import outputs
 from diffusion_objectives._core import checks
+from diffusion_objectives.trainers.tunix import frozen_arrays
 from diffusion_objectives.trainers.tunix import generations
 from diffusion_objectives.trainers.tunix import identity
 from diffusion_objectives.trainers.tunix import preparation
 
-LossFn = Callable[[nnx.Module, Any], outputs.LossOutput]
+# `(model, batch)`, and what is frozen, where something is.
+LossFn = Callable[..., outputs.LossOutput]
 
 # Names under which the trainer logs series of its own.
 RESERVED_METRICS = ("loss", "perplexity", "learning_rate", "grad_norm")
@@ -51,6 +54,7 @@ class Hook:
     identity: what checkpoints say of the objective.
     generation: how the trainer accumulates.
     accumulation_steps: micro-batches in a window.
+    frozen: what the loss function takes beside model and batch.
     has_trained: whether a training step was taken, by this hook or by one that
       it replaced.
     is_training: whether the trainer is inside `train()`.
@@ -68,6 +72,7 @@ class Hook:
   identity: identity.Identity
   generation: generations.Generation
   accumulation_steps: int
+  frozen: frozen_arrays.Frozen | None = None
   has_trained: bool = False
   is_training: bool = False
   taken: int = 0
@@ -78,9 +83,12 @@ class Hook:
   )
   installed: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-  def output(self, model: nnx.Module, batch: Any) -> outputs.LossOutput:
-    """The objective's checked output."""
-    output = self.loss_fn(model, batch)
+  def output(
+    self, model: nnx.Module, batch: Any, arrays: tuple[Any, ...]
+  ) -> outputs.LossOutput:
+    """The objective's checked output, with the frozen arrays of a step."""
+    given = (self.frozen.rebuild(arrays),) if self.frozen else ()
+    output = self.loss_fn(model, batch, *given)
     checks.instance("the loss_fn's result", output, outputs.LossOutput)
     for name in RESERVED_METRICS:
       if name in output.aux_metrics:
@@ -112,7 +120,7 @@ def check_trainer(
   generation = generations.of(trainer)
   previous = vars(trainer).get("_diffusion_objective")
   if previous is None:
-    for name in _INSTALLED:
+    for name in (*_INSTALLED, generation.compile_steps):
       if name in vars(trainer):
         raise checks.fail(
           ValueError,
@@ -167,8 +175,8 @@ def install(trainer: Any, hook: Hook) -> None:
   generation = hook.generation
   step_loss = generation.step_loss(trainer, hook)
 
-  def as_arguments(batch):
-    return {"batch": batch}
+  def as_arguments(supplied):
+    return {"batch": supplied.inputs, "frozen": supplied.frozen}
 
   def check_ours():
     current = {name: getattr(trainer, name) for name in hook.installed}
@@ -233,6 +241,7 @@ def install(trainer: Any, hook: Hook) -> None:
       trainer._buffered_eval_metrics = None  # also after a refused batch
 
   def train(*args, **kwargs):
+    check_ours()
     hook.is_training = True
     hook.taken = trainer.iter_steps
     try:
@@ -243,6 +252,22 @@ def install(trainer: Any, hook: Hook) -> None:
       raise
     finally:
       hook.is_training = False
+
+  own_compile_steps = getattr(cls, generation.compile_steps).__get__(trainer)
+
+  @functools.wraps(own_compile_steps)
+  def compile_steps(*args, **kwargs):
+    if hook.frozen:
+      hook.frozen.place()
+    steps = own_compile_steps(*args, **kwargs)
+    for name in generation.kept_steps:
+      setattr(trainer, name, supplied(getattr(trainer, name)))
+    return tuple(map(supplied, steps))
+
+  def supplied(step):
+    if step is None or isinstance(step, frozen_arrays.SuppliedStep):
+      return step
+    return frozen_arrays.SuppliedStep(step, hook.frozen)
 
   manager = trainer.checkpoint_manager
   class_save = type(manager).save.__get__(manager)
@@ -278,6 +303,7 @@ def install(trainer: Any, hook: Hook) -> None:
   factories = generation.step_factories(trainer, hook)
   hook.installed = {
     **dict(zip(_INSTALLED, functions, strict=True)),
+    generation.compile_steps: compile_steps,
     **{name: checked(create) for name, create in factories.items()},
   }
   for name, function in hook.installed.items():
