@@ -448,8 +448,8 @@ def product_forms(name: str, size: Size, limit: int):
   """Every form of one product, compiled, with its operands.
 
   Whole and in blocks of tokens, each in several layouts; below float32 also on
-  operands that are converted to it first. Whole ones whose logits take more
-  than `limit` bytes are left out.
+  operands that are converted to it first. Whole ones are left out where the
+  logits take more than a quarter of `limit` bytes: several are held at a time.
   """
   product = PRODUCTS[name]
   keys = jax.random.split(jax.random.key(0), 3)
@@ -459,7 +459,9 @@ def product_forms(name: str, size: Size, limit: int):
 
   hidden = normal(keys[0], size.tokens, size.features)
   kernel = normal(keys[1], size.features, size.vocabulary)
-  makes_whole = 4 * size.tokens * size.vocabulary <= limit
+  makes_whole = 4 * size.tokens * size.vocabulary <= limit // 4
+  if not makes_whole:
+    say(f"the floor is in blocks alone at {size.tokens} x {size.vocabulary}")
   count, rest = divmod(size.tokens, BLOCK)
   for is_whole in (True, False):
     if not (makes_whole if is_whole else count and not rest):
@@ -504,8 +506,8 @@ def floor_candidates(size: Size, limit: int, keep: int = 2):
     forms = dict(product_forms(name, size, limit))
     if not forms:
       raise ValueError(
-        f"tokens must be a multiple of {BLOCK}, or whole logits fit the limit;"
-        f" received {size}"
+        f"tokens must be a multiple of {BLOCK}, or whole logits within the"
+        f" limit; received {size}"
       )
     seconds = in_rounds(forms, 2, warm_up=1)
     best = sorted(forms, key=lambda label: seconds[label][:, 0].min())[:keep]
@@ -540,6 +542,12 @@ def in_rounds(
       if index >= warm_up:
         seconds[name].append((cpu, wall))
   return {name: np.array(pairs) for name, pairs in seconds.items()}
+
+
+def _spread(values: list[float]) -> float | None:
+  if not values:
+    return None
+  return (max(values) - min(values)) / abs(max(values))
 
 
 def _quartiles(ratios: np.ndarray) -> list[float]:
@@ -584,7 +592,10 @@ def measure(
     held = held_bytes(compiled)
     if held > limit:
       left_out[name] = held
-      say(f"{name} is not run: it takes {held / 2**20:,.0f} MiB")
+      say(
+        f"{name} of {size.kind} is not run at {size.tokens} x"
+        f" {size.vocabulary}: it takes {held / 2**20:,.0f} MiB"
+      )
       continue
     runs[name] = functools.partial(compiled, *operands)
   losses = [float(jax.tree.leaves(run())[0]) for run in runs.values()]
@@ -596,7 +607,7 @@ def measure(
     "cpu_s": {n: float(np.median(seconds[n][:, 0])) for n in runs},
     "wall_s": {n: float(seconds[n][:, 1].min()) for n in runs},
     "left_out_bytes": left_out,
-    "losses_differ_by": (max(losses) - min(losses)) / abs(max(losses)),
+    "losses_differ_by": _spread(losses),
   }
   references = {name: seconds[name][:, 0] for name in runs}
   if has_floor:
@@ -674,6 +685,7 @@ def load_average() -> list[float]:
 def emit(row: dict[str, Any], path: str | None) -> dict[str, Any]:
   """Prints a row as one line of JSON, and appends it to a file."""
   row = {
+    "benchmark": pathlib.Path(sys.argv[0]).stem,
     **row,
     "processor": processor(),
     "cores": os.cpu_count(),

@@ -113,7 +113,7 @@ def plot(rows, path):
   matplotlib.use("Agg")
   from matplotlib import pyplot as plt
 
-  figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6))
+  figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6))
   vocabularies = [row["vocabulary"] for row in rows]
   for form in ("ours", "dense", "plain", "optax"):
     for axes, values in (
@@ -132,7 +132,7 @@ def plot(rows, path):
     axes.set_xticks(vocabularies, [f"{v:,}" for v in vocabularies], rotation=30)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
+  right.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
   first = rows[0]
   figure.suptitle(
     f"{first['kind']}, {first['dtype']}, {first['tokens']:,} tokens,"
