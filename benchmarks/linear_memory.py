@@ -14,6 +14,7 @@ with blocks of `c` tokens, and two tiles where the teacher is a head, else one.
 import dataclasses
 import functools
 import json
+import pathlib
 
 import jax
 
@@ -139,6 +140,7 @@ def plot(rows, path):
     f" {first['features']} features: value and gradients"
   )
   figure.tight_layout()
+  pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
   figure.savefig(path, dpi=150)
 
 
