@@ -6,8 +6,10 @@ CONSTRAINTS ?=
 # A checkout of Tunix to test against instead of the installed release:
 #   make test TUNIX=/path/to/tunix ARGS=tests/trainers
 TUNIX ?=
-# Arguments of pytest or of the demonstration, e.g. ARGS="-k laws".
+# Arguments of pytest, the demonstration or a benchmark, e.g. ARGS="-k laws".
 ARGS ?=
+# The benchmarks to run, e.g. BENCH="linear_speed linear_memory".
+BENCH ?= hook_overhead accumulation
 RUN := $(VENV)/bin/python -m
 
 .PHONY: test demo lint types bench clean
@@ -34,9 +36,13 @@ lint: $(VENV)/installed
 types: $(VENV)/installed
 	$(RUN) mypy
 
-bench: $(VENV)/installed
-	$(RUN) benchmarks.hook_overhead $(ARGS)
-	$(RUN) benchmarks.accumulation $(ARGS)
+$(VENV)/installed-benchmarks: $(VENV)/installed
+	$(RUN) pip install --quiet --editable '.[benchmarks]' \
+	  $(if $(CONSTRAINTS),--constraint $(CONSTRAINTS))
+	touch $@
+
+bench: $(VENV)/installed-benchmarks
+	$(foreach script,$(BENCH),$(RUN) benchmarks.$(script) $(ARGS) &&) true
 
 clean:
 	rm -rf .venv* .pytest_cache .mypy_cache .ruff_cache .hypothesis
