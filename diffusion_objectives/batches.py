@@ -377,7 +377,7 @@ def check_logits(
 def check_hidden(
   name: str, hidden: Any, batch: DiffusionTokenBatch | None = None
 ) -> None:
-  """Checks hidden states' rank, dtype and features, and their fit to a batch."""
+  """Checks hidden states' rank, dtype, features, and their fit to a batch."""
   checks.array(
     name, hidden, dtype="floating-point", axes=("batch", "length", "features")
   )

@@ -13,7 +13,6 @@ Shi et al. 2024, arXiv:2406.04329, eq. 4).
 """
 
 import jax
-import jax.numpy as jnp
 
 from diffusion_objectives import batches
 from diffusion_objectives import outputs

@@ -400,12 +400,11 @@ def check_opd_hyper_parameters(
   divergence: divergences.Divergence,
 ) -> OPDHyperParameters:
   """Checks and returns the hyper-parameters of `prepared_opd_loss`."""
+  soft, hard = checks.coefficients(
+    soft_loss_weight=soft_loss_weight, hard_loss_weight=hard_loss_weight
+  )
   checked = OPDHyperParameters(
-    checks.temperature(temperature),
-    *checks.coefficients(
-      soft_loss_weight=soft_loss_weight, hard_loss_weight=hard_loss_weight
-    ),
-    divergence,
+    checks.temperature(temperature), soft, hard, divergence
   )
   _soft_scale(divergence, checked.temperature, checked.soft_loss_weight > 0)
   return checked

@@ -24,13 +24,13 @@ class Platform(NamedTuple):
   is_cpu: bool
 
 
-# On a CPU a product of 256 rows runs at full speed, and a block of 1,024 columns
-# stays in the cache. An accelerator needs more rows for each byte of the head.
+# On a CPU a product of 256 rows runs at full speed, and 1,024 of their columns
+# stay in the cache. An accelerator needs more rows for each byte of the head.
 CPU = Platform(256, 1024, True)
 ACCELERATOR = Platform(1024, 8192, False)
 
 
-def count(total: Any, block: int) -> Any:
+def number(total: Any, block: int) -> Any:
   """How many blocks cover `total`."""
   return -(-total // block)
 
@@ -51,8 +51,8 @@ class Columns(NamedTuple):
   block: int
 
   @property
-  def count(self) -> int:
-    return count(self.size, self.block)
+  def number(self) -> int:
+    return number(self.size, self.block)
 
   def start(self, j: jax.Array) -> jax.Array:
     """The first column of block `j`."""

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from diffusion_objectives._core import checks
 from diffusion_objectives._core import numerics
 from diffusion_objectives.objectives.linear_vocabulary import kernel
+from diffusion_objectives.objectives.linear_vocabulary import terms
+from diffusion_objectives.objectives.linear_vocabulary import tokens
 
 Factors = kernel.Gradients  # hidden states and the head's parts; None if absent
 
@@ -23,7 +25,7 @@ NOTHING = kernel.Gradients(False, False, False, False, False)
 
 
 def _run(
-  form: kernel.Form,
+  form: tokens.Form,
   wanted: kernel.Gradients,
   factors: Factors,
   operands: kernel.Operands,
@@ -37,7 +39,7 @@ def _run(
   )
 
 
-def _by_token(form: kernel.Form, values: kernel.Values) -> jax.Array:
+def _by_token(form: tokens.Form, values: terms.Values) -> jax.Array:
   """`soft D + hard l`."""
   parts = []
   if form.soft:
@@ -54,7 +56,7 @@ def _wanted(factors: Factors) -> kernel.Gradients:
   )
 
 
-def _dtypes(factors: Factors) -> Any:
+def _dtypes(factors: Any) -> Any:
   """Empty arrays of the factors' dtypes: residuals are arrays."""
   return jax.tree.map(lambda factor: jnp.zeros((0,), factor.dtype), factors)
 
@@ -76,11 +78,11 @@ def _cotangents(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def weighted_sum(
-  form: kernel.Form,
+  form: tokens.Form,
   factors: Factors,
   weights: jax.Array,
   operands: kernel.Operands,
-) -> tuple[jax.Array, kernel.Values]:
+) -> tuple[jax.Array, terms.Values]:
   """`sum w (soft D + hard l)`, and values by token, not differentiated."""
   values = _run(form, NOTHING, factors, operands).values
   return _sum(form, values, weights, operands), values
@@ -128,8 +130,8 @@ weighted_sum.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def by_token(
-  form: kernel.Form, factors: Factors, operands: kernel.Operands
-) -> tuple[jax.Array, kernel.Values]:
+  form: tokens.Form, factors: Factors, operands: kernel.Operands
+) -> tuple[jax.Array, terms.Values]:
   """`soft D + hard l` by token, and values, not differentiated."""
   values = _run(form, NOTHING, factors, operands).values
   return _by_token(form, values), values

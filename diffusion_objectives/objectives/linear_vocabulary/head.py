@@ -37,7 +37,7 @@ class OutputHead:
 
   kernel: jax.Array | np.ndarray
   bias: jax.Array | np.ndarray | None = None
-  low_rank: tuple[Any, Any] | None = None
+  low_rank: Any = None
   layout: str = dataclasses.field(
     default="features_vocabulary", metadata={"static": True}
   )

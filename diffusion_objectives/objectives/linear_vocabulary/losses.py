@@ -13,6 +13,7 @@ from diffusion_objectives._core import numerics
 from diffusion_objectives.objectives.linear_vocabulary import derivatives
 from diffusion_objectives.objectives.linear_vocabulary import head as heads
 from diffusion_objectives.objectives.linear_vocabulary import kernel
+from diffusion_objectives.objectives.linear_vocabulary import tokens
 
 IMPLEMENTATIONS = ("grad_in_forward", "recompute")
 
@@ -177,11 +178,11 @@ class _Scored(NamedTuple):
   """What the kernel says of a batch, `[batch, length]` but for the total."""
 
   total: jax.Array
-  by_token: jax.Array | None
-  values: kernel.Values
+  by_token: Any
+  values: Any
   weights: jax.Array
   is_active: jax.Array
-  is_agreed: jax.Array | None
+  is_agreed: Any
 
 
 def _score(
@@ -218,7 +219,7 @@ def _score(
       teacher, teacher_head, head, is_active, weights, temperature, dtype
     )
     is_valid &= is_usable
-  form = kernel.Form(
+  form = tokens.Form(
     soft=soft,
     hard=hard,
     temperature=temperature,
@@ -327,7 +328,7 @@ def _teacher(
     is_within = (listed.ids >= 0) & (listed.ids < head.size)
     is_usable = batches.is_usable_teacher(teacher, weights, head.size)
     ids = jnp.where(is_within, listed.ids, 0).astype(jnp.int32)
-    given = kernel.Listed(ids, listed.is_listed & is_within, listed.logits)
+    given = tokens.Listed(ids, listed.is_listed & is_within, listed.logits)
     return given, listed.best_id, is_usable
   is_usable = jnp.ones_like(is_active)
   if has_head:

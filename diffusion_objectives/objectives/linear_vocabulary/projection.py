@@ -46,7 +46,7 @@ class Projection(NamedTuple):
   head: heads.OutputHead
   hidden: jax.Array
   transposed: jax.Array
-  low: jax.Array | None
+  low: Any
   columns: blocks.Columns
   platform: blocks.Platform
   dtype: jnp.dtype
@@ -122,7 +122,7 @@ def pull_back(
 def is_turned(
   head: heads.OutputHead, dtype: jnp.dtype, platform: blocks.Platform
 ) -> bool:
-  """Whether the gradient of a tied kernel is summed as `[features, vocabulary]`.
+  """Whether a tied kernel's gradient is summed as `[features, vocabulary]`.
 
   On a CPU the product that gives its transpose is twice as slow in 16 bits. It
   is turned once, at the end, together with its rounding to the kernel's dtype.
