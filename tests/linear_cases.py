@@ -320,7 +320,8 @@ def disagreements(loss, objective, case, tolerance=FLOAT32):
 
 def agrees(loss, objective, case, tolerance=FLOAT32):
   """Asserts that value, denominator and all gradients are the oracle's."""
-  assert disagreements(loss, objective, case, tolerance) == {}
+  found = disagreements(loss, objective, case, tolerance)
+  assert not found, found
 
 
 def on_device(case):

@@ -72,24 +72,30 @@ def hard_term(z, ids, temperature=1.0):
 def soft_term(teacher, z, temperature):
   """`KL(p, q)` of rows on the teacher's categories, and its gradient in `z`.
 
-  An id's probability changes its category's: the gradient is
-  `q_v (1 - p_c / q_c) / T` for the category `c` of `v`.
+  That is `(q_v - p_v) / T` for an id that is a category of its own, and
+  `(q_v - p_tail q_v / q_tail) / T` for one of the tail.
   """
-  log_p, log_q = oracles.categories(teacher, z, temperature)
-  value = oracles.relative_entropy(log_p, log_q)
-  q = oracles.softmax(z, temperature)
+  log_p, _ = oracles.categories(teacher, z, temperature)
+  rows = oracles.log_softmax(z, temperature)
+  p, q = np.exp(log_p), np.exp(rows)
   if hasattr(teacher, "logits"):
-    return value, (q - np.exp(log_p)) / temperature
+    return oracles.relative_entropy(log_p, rows), (q - p) / temperature
   is_listed = teacher.token_ids[..., None] == np.arange(z.shape[-1])
   if teacher.is_valid is not None:
     is_listed &= teacher.is_valid[..., None]
-  members = np.concatenate(
-    [is_listed, ~is_listed.any(axis=-2, keepdims=True)], axis=-2
+  is_tail = ~is_listed.any(axis=-2)
+  # In logarithms: a probability below the smallest number has one.
+  members = np.concatenate([is_listed, is_tail[..., None, :]], axis=-2)
+  log_q = np.logaddexp.reduce(
+    np.where(members, rows[..., None, :], -np.inf), axis=-1
   )
-  p, size = np.exp(log_p), np.exp(log_q)
-  ratio = np.divide(p, size, out=np.zeros_like(p), where=size > 0)
-  share = (members * ratio[..., None]).sum(axis=-2)
-  return value, q * (1 - share) / temperature
+  log_tail = np.where(np.isfinite(log_q), log_q, 0)[..., -1:]
+  own = np.where(
+    is_tail,
+    p[..., -1:] * np.exp(np.where(is_tail, rows - log_tail, 0)),
+    (is_listed * p[..., :-1, None]).sum(axis=-2),
+  )
+  return oracles.relative_entropy(log_p, log_q), (q - own) / temperature
 
 
 def teacher_rows(teacher, teacher_head, is_active):
