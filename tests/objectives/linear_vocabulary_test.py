@@ -147,8 +147,8 @@ TestMix = laws.suite(
 )
 
 
-# Agreement with the oracle. Each pair of an objective and a form of the head
-# comes once; block sizes and implementations take turns among them.
+# Agreement with the oracle. Forms of the head, block sizes and implementations
+# take turns among the objectives.
 
 BLOCKS = [(None, None), (1, None), (3, 5), (64, 64), (None, 1)]
 IMPLEMENTATIONS = ["grad_in_forward", "recompute"]
@@ -156,10 +156,10 @@ IMPLEMENTATIONS = ["grad_in_forward", "recompute"]
 
 def combinations():
   for i, objective in enumerate(OBJECTIVES):
-    for m in range(4):
-      form = list(FORMS)[2 * m + i % 2]
-      blocks = BLOCKS[(m + i) % len(BLOCKS)]
-      yield objective, form, blocks, IMPLEMENTATIONS[(m + i // 2) % 2]
+    for m in range(3):
+      form = list(FORMS)[(3 * i + m) % len(FORMS)]
+      blocks = BLOCKS[(m + 2 * i) % len(BLOCKS)]
+      yield objective, form, blocks, IMPLEMENTATIONS[(m + i + i // 4) % 2]
 
 
 COMBINATIONS = list(combinations())
@@ -173,7 +173,7 @@ def test_the_combinations_have_every_pair_that_matters():
   for pair in itertools.product(BLOCKS, IMPLEMENTATIONS):
     assert any(row[2:] == pair for row in COMBINATIONS), pair
   for objective in OBJECTIVES:
-    assert len({row[2] for row in COMBINATIONS if row[0] == objective}) == 4
+    assert len({row[2] for row in COMBINATIONS if row[0] == objective}) == 3
 
 
 def bound(objective, blocks=(None, None), implementation=None):
@@ -249,8 +249,9 @@ def test_the_denominator_is_of_the_unit(unit):
     unit=unit,
     **objective.terms,
   )
-  output = linear_cases.output_of(
-    objective.bind(denominator=unit),
+  output = jax.jit(
+    functools.partial(linear_cases.output_of, objective.bind(denominator=unit))
+  )(
     case.hidden,
     case.head,
     batch,
