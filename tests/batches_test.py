@@ -40,6 +40,15 @@ def teacher(**changes):
   return do.DenseTeacher(**{"logits": zeros(2, 4, 3), **changes})
 
 
+def hidden(**changes):
+  return do.HiddenTeacher(**{"hidden": zeros(2, 4, 5), **changes})
+
+
+def with_hidden(hidden):
+  """A batch of a student and a teacher's hidden states of other shapes."""
+  return distillation_batch(teacher=do.HiddenTeacher(hidden=hidden))
+
+
 def top_k(**changes):
   fields = dict(
     token_ids=zeros(2, 4, 2, dtype=np.int32),
@@ -228,6 +237,32 @@ OF_ARRAYS = [
     " received (2, 5, 3) and (2, 4)",
   ),
   (
+    hidden,
+    dict(hidden=zeros(2, 4)),
+    ValueError,
+    "teacher hidden must have shape [batch, length, features];"
+    " received float32[2, 4]",
+  ),
+  (
+    hidden,
+    dict(hidden=zeros(2, 4, 5, dtype=np.int32)),
+    TypeError,
+    "teacher hidden must have floating-point dtype; received int32",
+  ),
+  (
+    hidden,
+    dict(hidden=zeros(2, 4, 0)),
+    ValueError,
+    "teacher hidden must have at least one feature; received (2, 4, 0)",
+  ),
+  (
+    with_hidden,
+    dict(hidden=zeros(2, 5, 3)),
+    ValueError,
+    "teacher hidden must match target_ids shape in its first 2 axes;"
+    " received (2, 5, 3) and (2, 4)",
+  ),
+  (
     cross_entropy,
     dict(logits=zeros(2, 4)),
     ValueError,
@@ -360,6 +395,7 @@ OTHERS = [
     f"model_inputs[1] {ARRAY} int",
   ),
   (teacher, dict(logits=[[[0.0]]]), TypeError, f"teacher logits {ARRAY} list"),
+  (hidden, dict(hidden=[[[0.0]]]), TypeError, f"teacher hidden {ARRAY} list"),
   (
     distillation_batch,
     dict(student_batch={}),
@@ -370,8 +406,8 @@ OTHERS = [
     distillation_batch,
     dict(teacher=zeros(2, 4, 3)),
     TypeError,
-    "teacher must be a DenseTeacher or TopKTeacher or SampledTokenTeacher;"
-    " received float32[2, 4, 3]",
+    "teacher must be a DenseTeacher or HiddenTeacher or TopKTeacher or"
+    " SampledTokenTeacher; received float32[2, 4, 3]",
   ),
   (
     cross_entropy,
@@ -913,6 +949,44 @@ def test_a_bad_teacher_is_refused_and_nan_under_trace(batch, message, place):
   batch.check_values(VOCABULARY, check_teacher=False)
   value, gradient = divergence_of(TEACHER, batch)
   assert np.isnan(value) and np.isnan(gradient).any()
+
+
+HIDDEN = np.arange(30, dtype=np.float32).reshape(2, 3, 5) / 10
+
+
+def remembered(states, **fields):
+  return do.DiffusionDistillationBatch(
+    student_batch=values(**fields), teacher=do.HiddenTeacher(hidden=states)
+  )
+
+
+@everywhere
+@all_dtypes
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_teachers_hidden_state_that_is_no_number_is_refused(
+  bad, dtype, place
+):
+  batch = place(remembered(at(HIDDEN, (1, 0, 3), bad, dtype)))
+  message = (
+    f"active teacher hidden states must be finite; received {bad} at [1, 0, 3]"
+  )
+  with refused(ValueError, message):
+    batch.check_values(VOCABULARY)
+  with refused(ValueError, message):
+    batch.check_values(check_targets=False)
+  batch.check_values(VOCABULARY, check_teacher=False)
+  place(remembered(at(HIDDEN, (0, 2), bad, dtype))).check_values(VOCABULARY)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_teachers_hidden_state_that_is_no_number_is_nan_under_trace(bad):
+  head = do.OutputHead(kernel=np.ones((5, 8), np.float32))
+  student = np.ones((2, 3, 5), np.float32)
+  run = jax.jit(functools.partial(do.linear_forward_kl_loss, teacher_head=head))
+  for position, is_nan in (((1, 0, 3), True), ((0, 2, 3), False)):
+    batch = remembered(at(HIDDEN, position, bad))
+    total = run(student, head, batch).primary_loss.unreduced_sum
+    assert np.isnan(total) == is_nan
 
 
 @everywhere

@@ -206,6 +206,88 @@ WEIGHTED_CROSS_ENTROPY = {
   },
 }
 
+# Logits before a soft cap, of ids that a wider kernel is padded from.
+SOFT_CAPPED = {
+  "VOC-01": {
+    "source": "unslothai/unsloth#10616",
+    "logits": [[1.0, 0.0, -2.0, 0.5, 3.0]],
+    "labels": [4],
+    "weights": [1.0],
+    "cap": 2.0,
+    "padded_to": 8,
+    "expect": {"sum": 0.6305070693,
+               "denom": 1.0,
+               "mean": 0.6305070693,
+               "grad_mean": [[0.1725965868, 0.08709083918, 0.007974123443,
+                              0.133610576, -0.08451255408]],
+               "physical_width": 8},
+    "wrong": [["padding capped to -cap", "mean", 0.6652556726]],
+  },
+}
+
+# A row and the length of a chunk of it.
+CHUNKED = {
+  "VOC-02": {
+    "source": "NVIDIA-NeMo/Automodel#3803",
+    "logits": [[1.0, 0.0], [0.0, 1.0], [2.0, 0.0], [0.0, 0.0], [1.0, 3.0]],
+    "labels": [0, 0, 0, 1, 1],
+    "weights": [1.0, 0.0, 1.0, 1.0, 0.5],
+    "chunk": 2,
+    "expect": {"sum": 1.196800885,
+               "denom": 3.5,
+               "mean": 0.3419431099,
+               "grad_mean": [[-0.07684040611, 0.07684040611],
+                             [0.0, 0.0],
+                             [-0.03405797772, 0.03405797772],
+                             [0.1428571429, -0.1428571429],
+                             [0.01702898886, -0.01702898886]],
+               "n_chunks": 3},
+    "wrong": [["sum of chunk means", "mean", 0.8502272944],
+              ["mean of chunk means", "mean", 0.2834090981]],
+  },
+}
+
+# Hidden states and the rows of a head, one an id.
+LINEAR = {
+  "VOC-03": {
+    "source": "linkedin/Liger-Kernel#1298",
+    "hidden": [[1.0, 0.0], [0.0, 1.0], [1.0, -1.0]],
+    "head": [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0], [-1.0, 0.0]],
+    "labels": [0, 3, 1],
+    "weights": [1.0, 0.25, 2.0],
+    "expect": {"sum": 6.406801431,
+               "denom": 3.25,
+               "mean": 1.971323517,
+               "grad_hidden": [[-0.07848984089, 0.1681381856],
+                               [0.1050407146, 0.05623527528],
+                               [0.4629023887, -0.4263939845]],
+               "grad_head": [[0.1907931309, -0.3652226748],
+                             [-0.5193378839, 0.5926748441],
+                             [0.2610820849, -0.1100455843],
+                             [0.06746266802, -0.117406585]],
+               "grad_head_abs": 2.224025456},
+    "wrong": [["weight of first token for all", "grad_head_abs",
+               1.350394748]],
+  },
+}
+
+# Logits on two shards of the vocabulary, the second one narrower.
+SHARDED_VOCABULARY = {
+  "VOC-04": {
+    "source": "apple/ml-cross-entropy#59, linkedin/Liger-Kernel#1260",
+    "shards": [[[1.0, 0.0, 2.0]], [[0.5, -1.0, 0.0]]],
+    "real_width": [3, 2],
+    "labels": [3],
+    "weights": [1.0],
+    "expect": {"sum": 2.07443794,
+               "denom": 1.0,
+               "mean": 2.07443794,
+               "grad_mean": [[0.2071239361, 0.07619663788, 0.5630212318,
+                              -0.8743729823, 0.02803117656]]},
+    "wrong": [["padding column counted", "mean", 2.147871134]],
+  },
+}
+
 # Probabilities of one row, how many ids the teacher lists, and the divergence
 # of the whole row.
 TOP_K = {

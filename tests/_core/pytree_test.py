@@ -90,6 +90,25 @@ def sampled_batch():
   )
 
 
+def hidden_batch():
+  teacher = do.HiddenTeacher(hidden=np.full((ROWS, 2, 3), 0.5, np.float32))
+  return do.DiffusionDistillationBatch(
+    student_batch=token_batch(), teacher=teacher
+  )
+
+
+def output_head():
+  return do.OutputHead(
+    kernel=np.arange(20, dtype=np.float32).reshape(ROWS, 5) / 8,
+    bias=np.ones(ROWS, np.float32),
+    low_rank=(np.ones((5, 2), np.float32), np.full((2, ROWS), 0.5, np.float32)),
+    layout="vocabulary_features",
+    logit_scale=0.5,
+    soft_cap=3.0,
+    vocabulary_size=3,
+  )
+
+
 BUILDERS = [
   metric,
   loss_output,
@@ -99,6 +118,8 @@ BUILDERS = [
   distillation_batch,
   top_k_batch,
   sampled_batch,
+  hidden_batch,
+  output_head,
 ]
 
 
@@ -252,6 +273,19 @@ def test_a_record_takes_keywords_alone(record):
     dataclasses.replace(record, another_field=1)
 
 
+OPTIONAL = {
+  do.DiffusionTokenBatch: ["is_supervised", "segment_ids"],
+  do.OutputHead: [
+    "bias",
+    "low_rank",
+    "layout",
+    "logit_scale",
+    "soft_cap",
+    "vocabulary_size",
+  ],
+}
+
+
 def test_a_record_needs_every_field_but_the_optional_ones(record):
   with pytest.raises(TypeError, match=r"missing .* required keyword-only"):
     type(record)()
@@ -260,10 +294,7 @@ def test_a_record_needs_every_field_but_the_optional_ones(record):
     for field in dataclasses.fields(record)
     if field.default is not dataclasses.MISSING
   ]
-  is_token_batch = isinstance(record, do.DiffusionTokenBatch)
-  assert optional == (
-    ["is_supervised", "segment_ids"] if is_token_batch else []
-  )
+  assert optional == OPTIONAL.get(type(record), [])
 
 
 KEY_PATHS = {
@@ -291,6 +322,7 @@ KEY_PATHS = {
     ".student_batch.is_supervised",
     ".teacher.logits",
   ],
+  output_head: [".kernel", ".bias", ".low_rank[0]", ".low_rank[1]"],
 }
 
 
@@ -311,6 +343,7 @@ REFUSED = {
   do.DiffusionTokenBatch: {"loss_weights": None},
   do.DenseTeacher: {"logits": None},
   do.DiffusionDistillationBatch: {"teacher": None},
+  do.OutputHead: {"kernel": None},
 }
 
 
@@ -338,6 +371,8 @@ def test_a_record_of_abstract_arrays_is_accepted(record):
 
 
 def test_symbolic_shapes_are_accepted_or_refused_rightly(record):
+  if isinstance(record, do.OutputHead):  # what has the vocabulary's axis first
+    record = dataclasses.replace(record, low_rank=None, vocabulary_size=None)
   rows, more = jax.export.symbolic_shape("rows, more")
   is_batch = jax.tree.leaves(record)[0].ndim > 0
 
