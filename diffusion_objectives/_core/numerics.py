@@ -25,6 +25,14 @@ def accumulation_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
   )
 
 
+def product_dtype(
+  x: jax.typing.DTypeLike, y: jax.typing.DTypeLike
+) -> jnp.dtype:
+  """The dtype of the factors of a product, also under strict promotion."""
+  with jax.numpy_dtype_promotion("standard"):
+    return jax.dtypes.canonicalize_dtype(jnp.promote_types(x, y))
+
+
 def cast(array: jax.typing.ArrayLike, dtype: jnp.dtype) -> jax.Array:
   """`array` in `dtype`; NumPy's is cast before JAX narrows it.
 

@@ -502,13 +502,9 @@ def _soft_term(
   dtype = numerics.accumulation_dtype(logits.dtype)
   weights, is_active = batches.position_weights(batch.student_batch, dtype)
   clean = numerics.clean_rows(logits, is_active, dtype)
-  given = batch.teacher
-  if isinstance(given, batches.SampledTokenTeacher):
-    raise checks.fail(
-      TypeError,
-      "teacher must be a DenseTeacher or TopKTeacher",
-      checks.describe(given),
-    )
+  given = checks.instance(
+    "teacher", batch.teacher, batches.DenseTeacher, batches.TopKTeacher
+  )
   found = (
     _dense_categories(given, clean, is_active)
     if isinstance(given, batches.DenseTeacher)

@@ -50,9 +50,9 @@ class Columns(NamedTuple):
   size: int
   block: int
 
-  @property
-  def number(self) -> int:
-    return number(self.size, self.block)
+  def indices(self) -> jax.Array:
+    """Of the blocks."""
+    return jnp.arange(number(self.size, self.block), dtype=jnp.int32)
 
   def start(self, j: jax.Array) -> jax.Array:
     """The first column of block `j`."""

@@ -11,6 +11,10 @@ import functools
 from typing import Any
 
 import jax
+import jax.extend
+from jax.interpreters import ad
+from jax.interpreters import batching
+from jax.interpreters import mlir
 import jax.numpy as jnp
 
 from diffusion_objectives._core import checks
@@ -188,15 +192,25 @@ def _once(gradients: Any) -> Any:
 
 @_once.defjvp
 def _once_jvp(primals, tangents):
-  return primals[0], jax.custom_derivatives.linear_call(
-    lambda _, tangent: tangent, _refuse, (), tangents[0]
-  )
+  return primals[0], jax.tree.map(_TANGENT.bind, tangents[0])
 
 
-def _refuse(_, cotangent):
+def _refuse(*_):
   raise checks.fail(
     NotImplementedError,
     "a gradient of a linear-vocabulary loss must be differentiated in forward"
     " mode (jax.jvp, jax.jacfwd) or taken from the dense loss",
     "reverse mode over reverse mode",
   )
+
+
+# The identity, but for its transpose.
+_TANGENT = jax.extend.core.Primitive("tangent_of_a_gradient")
+_TANGENT.def_impl(lambda tangent: tangent)
+_TANGENT.def_abstract_eval(lambda tangent: tangent)
+ad.deflinear(_TANGENT, _refuse)
+batching.primitive_batchers[_TANGENT] = lambda arguments, axes: (
+  _TANGENT.bind(*arguments),
+  axes[0],
+)
+mlir.register_lowering(_TANGENT, lambda context, tangent: [tangent])

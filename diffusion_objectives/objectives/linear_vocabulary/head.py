@@ -126,10 +126,8 @@ class OutputHead:
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """`[..., vocabulary]` logits of `[..., features]`: the dense form."""
-    dtype = numerics.accumulation_dtype(
-      jnp.promote_types(hidden.dtype, self.kernel.dtype)
-    )
-    product = jnp.promote_types(hidden.dtype, self.kernel.dtype)
+    product = numerics.product_dtype(hidden.dtype, self.kernel.dtype)
+    dtype = numerics.accumulation_dtype(product)
     kernel = jnp.asarray(self.kernel).astype(product)
     if self.layout != LAYOUTS[0]:
       kernel = kernel.T

@@ -3,9 +3,9 @@ r"""The block kernel under the linear-vocabulary losses.
 Tokens are taken in blocks of `c`, the vocabulary in blocks of `v`. A block of
 tokens goes over the vocabulary twice. The first pass forms the logits, a tile
 `[c, vocabulary]` in at least float32, and the statistics of its rows
-(`statistics`). The second goes over the tile and forms the divergence, the slope
-in the logits (`terms`), and from it the gradients (`projection`), which are
-summed over the blocks of tokens. So no more logits exist than one tile; two
+(`statistics`). The second goes over the tile and forms the divergence, the
+slope in the logits (`terms`), and from it the gradients (`projection`), which
+are summed over the blocks of tokens. So no more logits exist than one tile; two
 where the teacher has a head of its own.
 
 Tokens that do not count are sorted to the end; no block of them is run.
@@ -78,7 +78,7 @@ def run(form: tokens.Form, wanted: Gradients, operands: Operands) -> Result:
 def sum_dtype(hidden: Any, head: heads.OutputHead) -> jnp.dtype:
   """The dtype of logits, values and sums."""
   return numerics.accumulation_dtype(
-    jnp.promote_types(hidden.dtype, head.kernel.dtype)
+    numerics.product_dtype(hidden.dtype, head.kernel.dtype)
   )
 
 
@@ -100,7 +100,7 @@ def _run(
   dtype = sum_dtype(operands.hidden, head)
   is_turned = projection.is_turned(
     head,
-    jnp.promote_types(operands.hidden.dtype, head.kernel.dtype),
+    numerics.product_dtype(operands.hidden.dtype, head.kernel.dtype),
     platform,
   )
   sums = Gradients(
@@ -252,7 +252,7 @@ def _second_pass(
     return (jax.tree.map(jnp.add, found, more), added), None
 
   (found, added), _ = lax.scan(
-    visit, (nothing, start), (jnp.arange(block.columns.number), tile)
+    visit, (nothing, start), (block.columns.indices(), tile)
   )
   hidden, sums = projection.close(student, wanted, added, sums)
   return terms.named(found, stats), hidden, sums

@@ -312,7 +312,7 @@ def _teacher(
   temperature: float,
   dtype: jnp.dtype,
 ) -> tuple[Any, jax.Array | None, jax.Array]:
-  """What the kernel takes of a teacher, the list's best id, and where usable."""
+  """What the kernel takes, a list's best id, and where it is usable."""
   has_head = isinstance(teacher, batches.HiddenTeacher)
   if has_head != (teacher_head is not None):
     raise checks.fail(

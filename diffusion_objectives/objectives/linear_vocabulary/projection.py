@@ -15,6 +15,7 @@ import jax
 from jax import lax
 import jax.numpy as jnp
 
+from diffusion_objectives._core import numerics
 from diffusion_objectives.objectives.linear_vocabulary import blocks
 from diffusion_objectives.objectives.linear_vocabulary import head as heads
 
@@ -60,7 +61,9 @@ def project(
   dtype: jnp.dtype,
 ) -> Projection:
   """A block of tokens before a head."""
-  hidden = hidden.astype(jnp.promote_types(hidden.dtype, head.kernel.dtype))
+  hidden = hidden.astype(
+    numerics.product_dtype(hidden.dtype, head.kernel.dtype)
+  )
   low = None
   if head.low_rank is not None:
     a = jnp.asarray(head.low_rank[0]).astype(dtype)

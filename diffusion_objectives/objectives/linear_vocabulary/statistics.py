@@ -86,7 +86,7 @@ def measure(block: tokens.Block) -> tuple[Statistics, Any]:
     return picked, (part, (z if keeps_z else None, y if keeps_y else None))
 
   picked, (parts, tile) = lax.scan(
-    visit, jnp.zeros(watched.shape, dtype), jnp.arange(columns.number)
+    visit, jnp.zeros(watched.shape, dtype), columns.indices()
   )
   joined = Statistics(
     student=_join(parts.student, temperature),

@@ -95,7 +95,7 @@ def _categories(block: tokens.Block, stats: statistics.Statistics) -> jax.Array:
 
 
 def start(block: tokens.Block) -> tuple[jax.Array, ...]:
-  """Of no columns yet: `D`, `sum p u`, `sum q v`; none without logits of `y`."""
+  """Of no columns yet: `D`, `sum p u`, `sum q v`; none without logits `y`."""
   if block.teacher is None:
     return ()
   shape = block.student.hidden.shape[:1]
