@@ -50,6 +50,11 @@ class Columns(NamedTuple):
   size: int
   block: int
 
+  @property
+  def is_one(self) -> bool:
+    """Whether one block has all: its loop is no loop."""
+    return self.block == self.size
+
   def indices(self) -> jax.Array:
     """Of the blocks."""
     return jnp.arange(number(self.size, self.block), dtype=jnp.int32)

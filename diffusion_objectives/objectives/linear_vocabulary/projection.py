@@ -36,8 +36,9 @@ class Projection(NamedTuple):
   Attributes:
     head: the head.
     hidden: `[c, features]`, in the dtype of the product with the kernel.
-    transposed: `[features, c]`. A transposition that stands in the loop over
-      columns would be folded into a product, which is slow on a CPU.
+    transposed: `[features, c]`, for use in a loop over columns: a transposition
+      that stands beside a product is folded into it, which a CPU is slow at,
+      and in 16 bits not always capable of.
     low: `[c, rank]`, `h a`, or None.
     columns: the blocks of the vocabulary.
     platform: how the head is read.
@@ -106,10 +107,15 @@ def pull_back(
     part = blocks.dot(narrow, kernel, (1, 1 - features), p.dtype)
     sums = sums._replace(hidden=sums.hidden + part)
   if sums.kernel is not None:
-    if features == 0 or is_turned(p.head, p.hidden.dtype, p.platform):
-      part, axis = blocks.dot(p.transposed, narrow, (1, 0), p.dtype), 1
+    axis = 1 - features
+    if is_turned(p.head, p.hidden.dtype, p.platform):
+      axis = 1
+    if axis == 0:
+      part = blocks.dot(narrow, p.hidden, (0, 0), p.dtype)
+    elif p.columns.is_one:
+      part = blocks.dot(p.hidden, narrow, (0, 0), p.dtype)
     else:
-      part, axis = blocks.dot(narrow, p.hidden, (0, 0), p.dtype), 0
+      part = blocks.dot(p.transposed, narrow, (1, 0), p.dtype)
     sums = sums._replace(kernel=add(sums.kernel, part, axis))
   if sums.bias is not None:
     sums = sums._replace(bias=add(sums.bias, jnp.sum(du, axis=0), 0))
