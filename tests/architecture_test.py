@@ -220,8 +220,12 @@ def test_a_loss_has_its_law_suite(name):
 @pytest.mark.parametrize("name", EXPORTED)
 def test_a_loss_takes_a_prediction_a_batch_and_keywords(name):
   parameters = list(inspect.signature(getattr(do, name)).parameters.values())
-  assert parameters[0].name in ("logits", "prediction")
-  assert parameters[1].name == "batch"
+  names = [p.name for p in parameters]
+  if names[0] == "hidden":  # with the head it is the prediction
+    assert names[1] == "head"
+    del parameters[1], names[1]
+  assert names[0] in ("logits", "prediction", "hidden")
+  assert names[1] == "batch"
   assert {p.kind for p in parameters[2:]} <= {inspect.Parameter.KEYWORD_ONLY}
   assert parameters[2:]
   # Which divergence is no hyper-parameter that one value fits.

@@ -38,6 +38,7 @@ expectation, with `D = log q(x) - log p(x)`:
 only k2 is a loss for the reverse KL, although its value is not the KL.
 """
 
+from typing import Any
 from typing import NamedTuple
 
 import jax
@@ -502,7 +503,7 @@ def _soft_term(
   dtype = numerics.accumulation_dtype(logits.dtype)
   weights, is_active = batches.position_weights(batch.student_batch, dtype)
   clean = numerics.clean_rows(logits, is_active, dtype)
-  given = checks.instance(
+  given: Any = checks.instance(
     "teacher", batch.teacher, batches.DenseTeacher, batches.TopKTeacher
   )
   found = (

@@ -934,10 +934,7 @@ def without_vocabulary(model, batch):
   [
     "dense",
     "hidden states alone",
-    pytest.param(
-      "linear",
-      marks=pytest.mark.xfail(strict=True, reason="the loss is a stand-in"),
-    ),
+    "linear",
   ],
 )
 def test_no_array_has_the_size_of_the_logits(form):

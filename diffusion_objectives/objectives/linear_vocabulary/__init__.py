@@ -1,7 +1,4 @@
-"""The token losses from hidden states and the output head.
-
-Stand-in: correct and dense; the block kernel replaces it.
-"""
+"""The token losses from hidden states and the output head."""
 
 from diffusion_objectives.objectives.linear_vocabulary.head import (
   OutputHead as OutputHead,

@@ -24,7 +24,8 @@ class OutputHead:
   Attributes:
     kernel: `W`, `[features, vocabulary]` floating-point, or its transpose, as a
       tied embedding is stored, where `layout` says so.
-    bias: `[vocabulary]` floating-point or None; -inf excludes an id.
+    bias: `[vocabulary]` floating-point or None; -inf excludes an id, where
+      there is no `soft_cap` and the scale is positive.
     low_rank: None, or a LoRA pair `(a, b)` of `[features, rank]` and
       `[rank, vocabulary]`, in every layout. A scale is the caller's to multiply
       into one of them.
@@ -33,6 +34,18 @@ class OutputHead:
     soft_cap: positive, or None.
     vocabulary_size: the number of ids where columns after them are padding;
       None where there is none.
+
+  Raises:
+    TypeError: no array where one must be, another dtype, or a setting of
+      another type.
+    ValueError: another rank or shape, an empty kernel, or a setting outside its
+      range.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> head = OutputHead(kernel=jnp.eye(3), vocabulary_size=2)
+    >>> head.logits(jnp.array([1.0, 2.0, 3.0])).tolist()
+    [1.0, 2.0]
   """
 
   kernel: jax.Array | np.ndarray
@@ -112,6 +125,7 @@ class OutputHead:
 
   @property
   def features(self) -> int:
+    """The number of features."""
     return self.kernel.shape[self.layout != LAYOUTS[0]]
 
   @property

@@ -97,6 +97,7 @@ def _run(
   order = jnp.argsort(~operands.is_active, stable=True).astype(jnp.int32)
   used = jnp.sum(operands.is_active, dtype=jnp.int32)
   a, b = head.low_rank or (None, None)
+  parts: Any = (operands.hidden, head.kernel, head.bias, a, b)
   dtype = sum_dtype(operands.hidden, head)
   is_turned = projection.is_turned(
     head,
@@ -106,9 +107,7 @@ def _run(
   sums = Gradients(
     *(
       jnp.zeros(array.shape, dtype) if is_wanted else None
-      for array, is_wanted in zip(
-        (operands.hidden, head.kernel, head.bias, a, b), wanted, strict=True
-      )
+      for array, is_wanted in zip(parts, wanted, strict=True)
     )
   )._replace(hidden=None)
   if wanted.kernel and is_turned:
@@ -200,14 +199,14 @@ def _block(
     teacher = teacher_logits
   keeps = form.keeps_tile and (any(wanted) or teacher is not None)
   block = tokens.Block(
-    form,
-    columns,
-    before(head, operands.hidden),
-    teacher,
-    (keeps, keeps and teacher_head is not None),
-    *jax.tree.map(take, (operands.targets,)),
-    listed,
-    *jax.tree.map(take, (operands.factors,)),
+    form=form,
+    columns=columns,
+    student=before(head, operands.hidden),
+    teacher=teacher,
+    keeps=(keeps, keeps and teacher_head is not None),
+    targets=jax.tree.map(take, operands.targets),
+    listed=listed,
+    factors=jax.tree.map(take, operands.factors),
   )
   if operands.statistics is None:
     stats, tile = statistics.measure(block)

@@ -1,4 +1,17 @@
-"""The token losses from hidden states and the output head."""
+r"""The token losses from hidden states and the output head.
+
+The `[batch, length, vocabulary]` logits of
+
+  z = head(hidden)                                                          (1)
+
+are never formed. The losses are those of the dense functions on (1), with their
+batches, denominators and metrics: cross entropy, forward KL, and their mix in
+one pass. For `N` tokens, `D` features and `V` ids, forming the gradients in the
+forward pass costs the products of the dense form, `6 N D V` operations (`4 N D
+V` where the head is frozen, `2 N D_t V` more for a teacher's head), and in
+memory one tile of `4 c V` bytes for `c` tokens (two for a teacher's head).
+Tokens of weight 0 cost nothing.
+"""
 
 from typing import Any
 from typing import NamedTuple
@@ -38,6 +51,53 @@ def linear_weighted_cross_entropy_loss(
   token_block: int | None = None,
   vocabulary_block: int | None = None,
 ) -> outputs.LossOutput:
+  """`weighted_cross_entropy_loss` of `head(hidden)`, `sum w l`.
+
+  `l = log sum exp(z) - z[target]` with `z = head(hidden)`, which is formed tile
+  by tile. Positions of weight 0 are inert, and skipped.
+
+  Args:
+    hidden: `[batch, length, features]` floating-point, aligned with the
+      targets.
+    head: the output head; gradients reach its kernel, bias and low-rank pair.
+    batch: targets and weights.
+    denominator: "weights", "tokens", "masked" or "sequences"; None takes
+      "tokens" where the batch has `is_supervised`, else "weights".
+    implementation: "grad_in_forward" forms the gradients with the value;
+      "recompute" forms the logits again in the backward pass, at a third more
+      products of a cross entropy, for vocabularies whose tile is too large and
+      where the derivative is taken outside a scan; None chooses by the size of
+      the tile.
+    token_block: tokens in a block; None is the platform's (256 on a CPU).
+    vocabulary_block: columns in a block; None is the platform's.
+
+  Returns:
+    The loss in nats per unit of the denominator, in at least float32, and
+    `aux_metrics["accuracy"]`, as of `weighted_cross_entropy_loss`.
+
+  Raises:
+    TypeError: an argument of another type, or hidden states not floating-point.
+    ValueError: hidden states that do not fit the targets or the head, a block
+      that is not positive, an unknown implementation, or an unknown or
+      unavailable denominator. Under trace, values that
+      `batch.check_values(head.size)` refuses give NaN.
+    NotImplementedError: reverse mode over reverse mode.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> batch = batches.DiffusionTokenBatch(
+    ...     model_inputs={"input_tokens": jnp.array([[9, 1]])},
+    ...     target_ids=jnp.array([[0, 1]]), loss_weights=jnp.array([[1., 0.]]))
+    >>> head = heads.OutputHead(kernel=jnp.eye(2))
+    >>> hidden = jnp.array([[[0.0, 0.0], [jnp.nan, 5.0]]])
+    >>> output = linear_weighted_cross_entropy_loss(hidden, head, batch)
+    >>> print(f"{output.primary_loss.compute():.4f}")
+    0.6931
+
+  Source: arXiv:2406.07524, equation (10), for the loss; gradients formed in the
+  forward pass follow Liger Kernel, arXiv:2410.10989, section 3, here with
+  weights by token and sums in float32.
+  """
   checks.instance("batch", batch, batches.DiffusionTokenBatch)
   scored = _score(
     hidden,
@@ -74,6 +134,59 @@ def linear_forward_kl_loss(
   token_block: int | None = None,
   vocabulary_block: int | None = None,
 ) -> outputs.LossOutput:
+  """`forward_kl_loss` of `head(hidden)`, `T^2 sum w KL(p || q)`.
+
+  The teacher is a constant. Given by hidden states and its head, neither side's
+  logits exist, and both are formed in at least float32: logits that were
+  rounded to bfloat16 spoil the gradient where teacher and student are near.
+
+  Args:
+    hidden: `[batch, length, features]` floating-point, the student's.
+    head: the student's output head.
+    batch: the student's batch and its teacher: dense, top-k or hidden.
+    teacher_head: the head of a `HiddenTeacher`; None with any other.
+    temperature: `T > 0`, of both distributions.
+    scale_by_temperature_squared: whether the divergence is multiplied by `T^2`.
+    denominator: "weights", "tokens", "masked" or "sequences"; None takes
+      "tokens" where the batch has `is_supervised`, else "weights".
+    implementation: "grad_in_forward" forms the gradients with the value;
+      "recompute" forms the logits again in the backward pass, at a third more
+      products of a cross entropy, for vocabularies whose tile is too large and
+      where the derivative is taken outside a scan; None chooses by the size of
+      the tile.
+    token_block: tokens in a block; None is the platform's (256 on a CPU).
+    vocabulary_block: columns in a block; None is the platform's.
+
+  Returns:
+    The loss in nats per unit of the denominator, in at least float32, and the
+    metrics of `divergence_loss`.
+
+  Raises:
+    TypeError: an argument of another type, or hidden states not floating-point.
+    ValueError: hidden states that do not fit the targets or the head, a teacher
+      of another vocabulary or temperature, `teacher_head` without a
+      `HiddenTeacher` or the reverse, or as
+      `linear_weighted_cross_entropy_loss`. Under trace, values that
+      `batch.check_values` refuses give NaN.
+    NotImplementedError: reverse mode over reverse mode.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> ids = jnp.array([[0]])
+    >>> batch = batches.DiffusionDistillationBatch(
+    ...     student_batch=batches.DiffusionTokenBatch(
+    ...         model_inputs={"input_tokens": ids}, target_ids=ids,
+    ...         loss_weights=jnp.ones((1, 1))),
+    ...     teacher=batches.HiddenTeacher(hidden=jnp.array([[[2.0]]])))
+    >>> output = linear_forward_kl_loss(
+    ...     jnp.array([[[1.0, 0.0, -1.0]]]),
+    ...     heads.OutputHead(kernel=jnp.eye(3)), batch, temperature=2.0,
+    ...     teacher_head=heads.OutputHead(kernel=jnp.array([[0.0, 1.0, 0.0]])))
+    >>> print(f"{output.primary_loss.compute():.4f}")
+    0.8198
+
+  Source: arXiv:1503.02531, section 2.
+  """
   checks.instance("batch", batch, batches.DiffusionDistillationBatch)
   temperature = checks.temperature(temperature)
   is_scaled = checks.boolean(
@@ -114,6 +227,57 @@ def linear_prepared_opd_loss(
   token_block: int | None = None,
   vocabulary_block: int | None = None,
 ) -> outputs.LossOutput:
+  """`prepared_opd_loss` of `head(hidden)`: soft and hard term in one pass.
+
+  `soft_loss_weight T^2 sum w KL(p || q) + hard_loss_weight sum w l`, with `l`
+  the cross entropy of the untempered student. A term with coefficient 0 is not
+  computed: its targets or teacher are neither used nor checked.
+
+  Args:
+    hidden: `[batch, length, features]` floating-point, the student's.
+    head: the student's output head.
+    batch: the student's batch and its teacher: dense, top-k or hidden.
+    teacher_head: the head of a `HiddenTeacher`; None with any other.
+    temperature: `T > 0`, of the soft term alone.
+    soft_loss_weight: nonnegative coefficient of the soft term.
+    hard_loss_weight: nonnegative coefficient of the hard term.
+    denominator: "weights", "tokens", "masked" or "sequences"; None takes
+      "tokens" where the batch has `is_supervised`, else "weights".
+    implementation: "grad_in_forward" forms the gradients with the value;
+      "recompute" forms the logits again in the backward pass, at a third more
+      products of a cross entropy, for vocabularies whose tile is too large and
+      where the derivative is taken outside a scan; None chooses by the size of
+      the tile.
+    token_block: tokens in a block; None is the platform's (256 on a CPU).
+    vocabulary_block: columns in a block; None is the platform's.
+
+  Returns:
+    The loss in nats per unit of the denominator, in at least float32, and the
+    metrics of `prepared_opd_loss`.
+
+  Raises:
+    TypeError, ValueError: as `linear_forward_kl_loss`; or a negative
+      coefficient, or both 0.
+    NotImplementedError: reverse mode over reverse mode.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> ids = jnp.array([[1]])
+    >>> batch = batches.DiffusionDistillationBatch(
+    ...     student_batch=batches.DiffusionTokenBatch(
+    ...         model_inputs={"input_tokens": ids}, target_ids=ids,
+    ...         loss_weights=jnp.ones((1, 1))),
+    ...     teacher=batches.DenseTeacher(logits=jnp.array([[[0., 2., 0.]]])))
+    >>> output = linear_prepared_opd_loss(
+    ...     jnp.array([[[1.0, 0.0, -1.0]]]),
+    ...     heads.OutputHead(kernel=jnp.eye(3)), batch, temperature=2.0,
+    ...     soft_loss_weight=0.5, hard_loss_weight=0.5)
+    >>> print(f"{output.primary_loss.compute():.4f}")
+    1.1137
+
+  Source: arXiv:1503.02531, section 2; the divergence is the forward KL alone,
+  as its slope `q - p` needs no further pass over the vocabulary.
+  """
   checks.instance("batch", batch, batches.DiffusionDistillationBatch)
   temperature = checks.temperature(temperature)
   soft_loss_weight, hard_loss_weight = checks.coefficients(
@@ -162,6 +326,38 @@ def linear_token_log_probs(
   token_block: int | None = None,
   vocabulary_block: int | None = None,
 ) -> jax.Array:
+  """`[batch, length]` log-probabilities of targets, `log softmax(z / T)[x]`.
+
+  For losses of one's own, of policy ratios say: a cotangent may differ from
+  token to token, so that the backward pass forms the logits again.
+
+  Args:
+    hidden: `[batch, length, features]` floating-point.
+    head: the output head; gradients reach its kernel, bias and low-rank pair.
+    batch: targets and weights.
+    temperature: `T > 0`.
+    token_block: tokens in a block; None is the platform's (256 on a CPU).
+    vocabulary_block: columns in a block; None is the platform's.
+
+  Returns:
+    Nats, in at least float32; 0 at positions of weight 0, which are inert.
+
+  Raises:
+    TypeError, ValueError: as `linear_weighted_cross_entropy_loss`.
+    NotImplementedError: reverse mode over reverse mode.
+
+  Example:
+    >>> import jax.numpy as jnp
+    >>> batch = batches.DiffusionTokenBatch(
+    ...     model_inputs={"input_tokens": jnp.array([[9, 1]])},
+    ...     target_ids=jnp.array([[0, 1]]), loss_weights=jnp.array([[1., 0.]]))
+    >>> head = heads.OutputHead(kernel=jnp.eye(2))
+    >>> print(linear_token_log_probs(jnp.zeros((1, 2, 2)), head, batch))
+    [[-0.6931472  0.       ]]
+
+  Source: the online softmax over blocks of the vocabulary is that of Cut
+  Cross-Entropy, arXiv:2411.09009, without its skipping of small probabilities.
+  """
   checks.instance("batch", batch, batches.DiffusionTokenBatch)
   scored = _score(
     hidden,
@@ -270,12 +466,14 @@ def _score(
 def _by_rows(
   factors: kernel.Gradients, operands: kernel.Operands
 ) -> tuple[kernel.Gradients, kernel.Operands]:
-  """`[batch, length, ...]` as `[tokens, ...]`."""
+  """`[batch, length, ...]` as `[tokens, ...]`, of an empty batch one token."""
 
   def flat(tree):
-    return jax.tree.map(
-      lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree
-    )
+    def of(x):
+      rows = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+      return rows if rows.shape[0] else jnp.zeros((1, *x.shape[2:]), x.dtype)
+
+    return jax.tree.map(of, tree)
 
   return factors._replace(hidden=flat(factors.hidden)), operands._replace(
     hidden=flat(operands.hidden),
@@ -305,7 +503,7 @@ def _implementation(execution: _Execution, size: int) -> str:
 
 def _teacher(
   teacher: Any,
-  teacher_head: heads.OutputHead | None,
+  teacher_head: Any,
   head: heads.OutputHead,
   is_active: jax.Array,
   weights: jax.Array,

@@ -87,7 +87,7 @@ def logits(p: Projection, j: jax.Array) -> jax.Array:
 
 
 def pull_back(
-  p: Projection, j: jax.Array, z: jax.Array, dz: jax.Array, sums: Gradients
+  p: Projection, j: jax.Array, z: jax.Array, dz: Any, sums: Gradients
 ) -> Gradients:
   """Adds (2) to (4) of block `j`; of the low-rank pair's `a`, d(ha)."""
   scale, cap = p.head.logit_scale, p.head.soft_cap
