@@ -13,6 +13,7 @@ memory one tile of `4 c V` bytes for `c` tokens (two for a teacher's head).
 Tokens of weight 0 cost nothing.
 """
 
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -426,30 +427,29 @@ def _score(
   )
   a, b = head.low_rank or (None, None)
   factors = jax.tree.map(
-    jnp.asarray, kernel.Gradients(hidden, head.kernel, head.bias, a, b)
+    jnp.asarray, kernel.Gradients(_flat(hidden), head.kernel, head.bias, a, b)
   )
   operands = kernel.Operands(
     hidden=factors.hidden,
     head=head,
-    teacher=given,
+    teacher=_flat(given),
     teacher_head=teacher_head,
-    targets=targets,
-    is_active=is_active,
+    targets=_flat(targets),
+    is_active=_flat(is_active),
   )
-  factors, operands = _by_rows(factors, operands)
-  valid_weights = jnp.where(is_valid, weights, jnp.nan)
   operands = jax.lax.stop_gradient(operands)
+  valid_weights = jnp.where(is_valid, weights, jnp.nan)
   by_token = None
   if implementation == "grad_in_forward":
     total, values = derivatives.weighted_sum(
-      form, factors, valid_weights.reshape(-1), operands
+      form, factors, _flat(valid_weights), operands
     )
   else:
     by_token, values = derivatives.by_token(form, factors, operands)
-    by_token = numerics.poison(by_token.reshape(shape), is_valid)
+    by_token = numerics.poison(_like(is_active, by_token), is_valid)
     total = numerics.weighted_sum(by_token, valid_weights, is_active)
   values = jax.tree.map(
-    lambda value: jax.lax.stop_gradient(value).reshape(shape), values
+    functools.partial(_like, is_active), jax.lax.stop_gradient(values)
   )
   if best_id is None:
     best_id = values.teacher_id
@@ -463,24 +463,21 @@ def _score(
   )
 
 
-def _by_rows(
-  factors: kernel.Gradients, operands: kernel.Operands
-) -> tuple[kernel.Gradients, kernel.Operands]:
-  """`[batch, length, ...]` as `[tokens, ...]`, of an empty batch one token."""
+def _flat(tree: Any) -> Any:
+  """`[batch, length, ...]` as `[tokens, ...]`; of an empty batch one token."""
 
-  def flat(tree):
-    def of(x):
-      rows = x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-      return rows if rows.shape[0] else jnp.zeros((1, *x.shape[2:]), x.dtype)
+  def flat(array):
+    rows = array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+    return (
+      rows if rows.shape[0] else jnp.zeros((1, *rows.shape[1:]), rows.dtype)
+    )
 
-    return jax.tree.map(of, tree)
+  return jax.tree.map(flat, tree)
 
-  return factors._replace(hidden=flat(factors.hidden)), operands._replace(
-    hidden=flat(operands.hidden),
-    teacher=flat(operands.teacher),
-    targets=flat(operands.targets),
-    is_active=flat(operands.is_active),
-  )
+
+def _like(is_active: jax.Array, values: jax.Array) -> jax.Array:
+  """`[tokens]` as `[batch, length]`."""
+  return values[: is_active.size].reshape(is_active.shape)
 
 
 def _implementation(execution: _Execution, size: int) -> str:
