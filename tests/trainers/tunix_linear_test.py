@@ -938,7 +938,7 @@ def without_vocabulary(model, batch):
   ],
 )
 def test_no_array_has_the_size_of_the_logits(form):
-  ids, shape = 40_009, (2, 64)
+  ids, shape = 40_009, (8, 64)
   rng = np.random.default_rng(0)
   batch = do.DiffusionTokenBatch(
     model_inputs=inputs_of(
