@@ -219,12 +219,14 @@ def boolean(name: str, value: Any) -> bool:
 
 
 def positive_integer(name: str, value: Any) -> int:
-  """Checks a static size."""
-  if isinstance(value, bool) or not isinstance(value, int):
+  """Checks a static size and returns it as a Python integer."""
+  if isinstance(value, bool | np.bool_) or not isinstance(
+    value, numbers.Integral
+  ):
     raise fail(TypeError, f"{name} must be an int", describe(value))
   if value <= 0:
     raise fail(ValueError, f"{name} must be positive", value)
-  return value
+  return int(value)
 
 
 def function(name: str, value: Any) -> None:

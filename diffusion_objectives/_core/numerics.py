@@ -178,8 +178,7 @@ def _exp_minus_tangent(d: jax.Array) -> jax.Array:
 
 def difference(p: jax.Array, q: jax.Array, d: jax.Array) -> jax.Array:
   """`q - p`, as `p (exp(d) - 1)` where that keeps more digits."""
-  is_small = (jnp.abs(d) < 1) & (p != 0)
-  return jnp.where(is_small, p * jnp.expm1(jnp.where(is_small, d, 0)), q - p)
+  return kl_terms_and_difference(p, q, d)[1]
 
 
 def product(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -194,9 +193,7 @@ def kl_terms(x: jax.Array, y: jax.Array, e: jax.Array) -> jax.Array:
   summed as `y - x - x e`, which does not overflow. `y` where `x` is 0, +inf
   where `y` alone is (`e = -inf`).
   """
-  is_small = jnp.abs(e) < 1
-  series = x * _exp_minus_tangent(jnp.where(is_small, e, 0))
-  return jnp.where(is_small, series, (y - x) - product(x, e))
+  return kl_terms_and_difference(x, y, e)[0]
 
 
 def kl_terms_and_difference(

@@ -14,20 +14,35 @@ class Platform(NamedTuple):
   """What differs from one platform to another.
 
   Attributes:
-    token_block: how many tokens a block has.
-    vocabulary_block: how many columns.
+    token_block: the most tokens in a block.
+    vocabulary_block: how many columns a block has.
+    tile_bytes: the most that the float32 tiles of logits should take, as long
+      as a block has `FEWEST_TOKENS`.
     is_cpu: whether XLA's CPU backend is worked around.
   """
 
   token_block: int
   vocabulary_block: int
+  tile_bytes: int
   is_cpu: bool
 
+  def tokens(self, vocabulary: int, tiles: int) -> int:
+    """How many tokens a block has: a power of 2."""
+    size = self.token_block
+    while size > FEWEST_TOKENS and 4 * size * vocabulary * tiles > (
+      self.tile_bytes
+    ):
+      size //= 2
+    return size
+
+
+# Products of fewer rows are too thin.
+FEWEST_TOKENS = 128
 
 # On a CPU a product of 256 rows runs at full speed, and 1,024 of their columns
 # stay in the cache. An accelerator needs more rows for each byte of the head.
-CPU = Platform(256, 1024, True)
-ACCELERATOR = Platform(1024, 8192, False)
+CPU = Platform(256, 1024, 2**28, True)
+ACCELERATOR = Platform(1024, 8192, 2**30, False)
 
 
 def number(total: Any, block: int) -> Any:

@@ -106,7 +106,7 @@ def _weighted_sum_forward(form, factors, weights, operands):
     )
   )
   values, _, gradients = _run(
-    form, wanted, factors, operands._replace(factors=weights)
+    form, wanted, factors, operands._replace(scales=weights)
   )
   by_token = _by_token(form, values) if weighted else None
   residuals = (_once((gradients, by_token)), _dtypes((factors, weights)))
@@ -160,7 +160,7 @@ def _by_token_backward(form, residuals, cotangents):
     return None, None
   wanted, factors, operands = residuals
   gradients = _run(
-    form, wanted.value, factors, operands._replace(factors=cotangent)
+    form, wanted.value, factors, operands._replace(scales=cotangent)
   ).gradients
   one = jnp.ones_like(cotangent, shape=())
   return _cotangents(_once(gradients), one, factors), None

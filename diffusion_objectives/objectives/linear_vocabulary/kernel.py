@@ -41,7 +41,7 @@ class Operands(NamedTuple):
     teacher_head: the teacher's, or None.
     targets: `[tokens]`, within the vocabulary, or None.
     is_active: `[tokens]`, whether a token counts.
-    factors: `[tokens]`, `w`; None without gradients.
+    scales: `[tokens]`, `w`: loss weights, or cotangents; None without gradients.
     statistics: those of an earlier run; None where they are to be formed.
   """
 
@@ -51,7 +51,7 @@ class Operands(NamedTuple):
   teacher_head: Any
   targets: Any
   is_active: jax.Array
-  factors: Any = None
+  scales: Any = None
   statistics: Any = None
 
 
@@ -91,9 +91,12 @@ def _run(
   """All blocks of tokens that hold one that counts."""
   head = operands.head
   count = operands.hidden.shape[0]
-  size = min(form.token_block or platform.token_block, count)
-  if form.token_block is None:  # blocks of nearly one size
-    size = blocks.number(count, blocks.number(count, size))
+  tiles = 2 if operands.teacher_head is not None else 1
+  size = form.token_block or platform.tokens(head.size, tiles)
+  if isinstance(count, int):  # not symbolic
+    size = min(size, count)
+    if form.token_block is None:  # blocks of nearly one size
+      size = blocks.number(count, blocks.number(count, size))
   order = jnp.argsort(~operands.is_active, stable=True).astype(jnp.int32)
   used = jnp.sum(operands.is_active, dtype=jnp.int32)
   a, b = head.low_rank or (None, None)
@@ -116,7 +119,8 @@ def _run(
   def visit(i, sums):
     slots = i * size + jnp.arange(size, dtype=jnp.int32)
     is_used = slots < used
-    rows = order[jnp.minimum(slots, count - 1)]
+    # Slots that are left over repeat the last token, with scale 0.
+    rows = order[jnp.minimum(slots, used - 1)]
     by_tokens, sums = _block(
       form, wanted, platform, operands, rows, is_used, sums
     )
@@ -167,12 +171,8 @@ def _block(
   size = min(form.vocabulary_block or platform.vocabulary_block, head.size)
   columns = blocks.Columns(head.size, size)
 
-  def clean(part, filler=0):
-    mask = is_used.reshape(-1, *[1] * (part.ndim - 1))
-    return jnp.where(mask, part, jnp.full_like(part, filler))
-
-  def take(array, filler=0):
-    return clean(blocks.read(platform, blocks.rows, array, rows), filler)
+  def take(array):
+    return blocks.read(platform, blocks.rows, array, rows)
 
   def before(head, hidden):
     return projection.project(head, take(hidden), columns, platform, dtype)
@@ -185,7 +185,7 @@ def _block(
       rows,
       columns.start(j),
     )
-    return columns.mask(j, clean(part).astype(dtype))
+    return columns.mask(j, part.astype(dtype))
 
   listed: Any = None
   teacher: Any = None
@@ -206,14 +206,13 @@ def _block(
     keeps=(keeps, keeps and teacher_head is not None),
     targets=jax.tree.map(take, operands.targets),
     listed=listed,
-    factors=jax.tree.map(take, operands.factors),
+    scales=jax.tree.map(
+      lambda scales: jnp.where(is_used, take(scales), 0), operands.scales
+    ),
   )
-  if operands.statistics is None:
+  stats, tile = jax.tree.map(take, operands.statistics), (None, None)
+  if stats is None:
     stats, tile = statistics.measure(block)
-  else:
-    # A total of 0 would be divided by, and infinity times the factor 0 is NaN.
-    tile = (None, None)
-    stats = jax.tree.map(functools.partial(take, filler=1), operands.statistics)
   values, slopes = terms.of_rows(block, stats)
   sums_of_terms, hidden, sums = _second_pass(
     block, wanted, stats, slopes, tile, sums

@@ -24,6 +24,7 @@ from diffusion_objectives import batches
 from diffusion_objectives import outputs
 from diffusion_objectives._core import checks
 from diffusion_objectives._core import numerics
+from diffusion_objectives.objectives.linear_vocabulary import blocks
 from diffusion_objectives.objectives.linear_vocabulary import derivatives
 from diffusion_objectives.objectives.linear_vocabulary import head as heads
 from diffusion_objectives.objectives.linear_vocabulary import kernel
@@ -31,15 +32,13 @@ from diffusion_objectives.objectives.linear_vocabulary import tokens
 
 IMPLEMENTATIONS = ("grad_in_forward", "recompute")
 
-# A tile `[128, vocabulary]` of float32 logits above this many bytes: below 128
-# tokens the products are too thin, and forming logits again is faster.
-LARGEST_TILE = 256 * 2**20
-
 
 class _Execution(NamedTuple):
+  """How a loss is computed: names and sizes, or None."""
+
   implementation: str | None
-  token_block: int | None
-  vocabulary_block: int | None
+  token_block: Any
+  vocabulary_block: Any
 
 
 def linear_weighted_cross_entropy_loss(
@@ -82,7 +81,8 @@ def linear_weighted_cross_entropy_loss(
       that is not positive, an unknown implementation, or an unknown or
       unavailable denominator. Under trace, values that
       `batch.check_values(head.size)` refuses give NaN.
-    NotImplementedError: reverse mode over reverse mode.
+    NotImplementedError: reverse mode over reverse mode. (Forward mode alone is
+      JAX's own `TypeError`.)
 
   Example:
     >>> import jax.numpy as jnp
@@ -169,7 +169,8 @@ def linear_forward_kl_loss(
       `HiddenTeacher` or the reverse, or as
       `linear_weighted_cross_entropy_loss`. Under trace, values that
       `batch.check_values` refuses give NaN.
-    NotImplementedError: reverse mode over reverse mode.
+    NotImplementedError: reverse mode over reverse mode. (Forward mode alone is
+      JAX's own `TypeError`.)
 
   Example:
     >>> import jax.numpy as jnp
@@ -259,7 +260,8 @@ def linear_prepared_opd_loss(
   Raises:
     TypeError, ValueError: as `linear_forward_kl_loss`; or a negative
       coefficient, or both 0.
-    NotImplementedError: reverse mode over reverse mode.
+    NotImplementedError: reverse mode over reverse mode. (Forward mode alone is
+      JAX's own `TypeError`.)
 
   Example:
     >>> import jax.numpy as jnp
@@ -345,7 +347,8 @@ def linear_token_log_probs(
 
   Raises:
     TypeError, ValueError: as `linear_weighted_cross_entropy_loss`.
-    NotImplementedError: reverse mode over reverse mode.
+    NotImplementedError: reverse mode over reverse mode. (Forward mode alone is
+      JAX's own `TypeError`.)
 
   Example:
     >>> import jax.numpy as jnp
@@ -416,13 +419,17 @@ def _score(
       teacher, teacher_head, head, is_active, weights, temperature, dtype
     )
     is_valid &= is_usable
+  sizes = {
+    name: None if size is None else checks.positive_integer(name, size)
+    for name, size in execution._asdict().items()
+    if name != "implementation"
+  }
   form = tokens.Form(
     soft=soft,
     hard=hard,
     temperature=temperature,
     hard_temperature=hard_temperature,
-    token_block=execution.token_block,
-    vocabulary_block=execution.vocabulary_block,
+    **sizes,
     keeps_tile=implementation == "grad_in_forward",
   )
   a, b = head.low_rank or (None, None)
@@ -438,7 +445,7 @@ def _score(
     is_active=_flat(is_active),
   )
   operands = jax.lax.stop_gradient(operands)
-  valid_weights = jnp.where(is_valid, weights, jnp.nan)
+  valid_weights = numerics.poison(weights, is_valid)
   by_token = None
   if implementation == "grad_in_forward":
     total, values = derivatives.weighted_sum(
@@ -482,12 +489,8 @@ def _like(is_active: jax.Array, values: jax.Array) -> jax.Array:
 
 def _implementation(execution: _Execution, size: int) -> str:
   """The named one, or that of the size of a tile."""
-  for name in ("token_block", "vocabulary_block"):
-    value = getattr(execution, name)
-    if value is not None:
-      checks.positive_integer(name, value)
   if execution.implementation is None:
-    is_large = 4 * 128 * size > LARGEST_TILE
+    is_large = 4 * blocks.FEWEST_TOKENS * size > blocks.CPU.tile_bytes
     return IMPLEMENTATIONS[is_large]
   if execution.implementation not in IMPLEMENTATIONS:
     raise checks.fail(

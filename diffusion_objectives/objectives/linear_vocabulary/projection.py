@@ -94,7 +94,9 @@ def pull_back(
   du = dz if scale == 1 else scale * dz
   if cap is not None:
     du *= 1 - jnp.where(z == -jnp.inf, 0, z / cap) ** 2
-  narrow = du.astype(p.hidden.dtype)
+  # A slope can be smaller than float16 knows, and a weight larger.
+  dtype = p.dtype if p.hidden.dtype == jnp.float16 else p.hidden.dtype
+  narrow = du.astype(dtype)
   start = p.columns.start(j)
 
   def add(total, part, axis):
@@ -104,18 +106,18 @@ def pull_back(
 
   kernel, features = _kernel(p, j)
   if sums.hidden is not None:
-    part = blocks.dot(narrow, kernel, (1, 1 - features), p.dtype)
+    part = blocks.dot(narrow, kernel.astype(dtype), (1, 1 - features), p.dtype)
     sums = sums._replace(hidden=sums.hidden + part)
   if sums.kernel is not None:
     axis = 1 - features
     if is_turned(p.head, p.hidden.dtype, p.platform):
       axis = 1
     if axis == 0:
-      part = blocks.dot(narrow, p.hidden, (0, 0), p.dtype)
+      part = blocks.dot(narrow, p.hidden.astype(dtype), (0, 0), p.dtype)
     elif p.columns.is_one:
-      part = blocks.dot(p.hidden, narrow, (0, 0), p.dtype)
+      part = blocks.dot(p.hidden.astype(dtype), narrow, (0, 0), p.dtype)
     else:
-      part = blocks.dot(p.transposed, narrow, (1, 0), p.dtype)
+      part = blocks.dot(p.transposed.astype(dtype), narrow, (1, 0), p.dtype)
     sums = sums._replace(kernel=add(sums.kernel, part, axis))
   if sums.bias is not None:
     sums = sums._replace(bias=add(sums.bias, jnp.sum(du, axis=0), 0))

@@ -34,6 +34,8 @@ class Statistics(NamedTuple):
     student: at the temperature of the divergence from a teacher's logits, else
       at that of the negative log-likelihood.
     teacher: of a teacher's logits, at the temperature.
+    excess: the student's total over the teacher's, less 1, to full relative
+      accuracy where the rows are near.
     rest: of the ids that are not listed, at the temperature.
     hard_total: the student's at the temperature of the negative log-likelihood,
       where `student` is at another.
@@ -43,6 +45,7 @@ class Statistics(NamedTuple):
 
   student: Rows
   teacher: Any
+  excess: Any
   rest: Any
   hard_total: Any
   target: Any
@@ -64,11 +67,15 @@ def measure(block: tokens.Block) -> tuple[Statistics, Any]:
     part = Statistics(
       student=student,
       teacher=None if y is None else _rows(columns, j, y, temperature),
+      excess=None,
       rest=None,
       hard_total=None,
       target=None,
       listed=None,
     )
+    if y is not None:
+      excess = _excess(z, y, student, part.teacher, temperature)
+      part = part._replace(excess=excess)
     if form.hard and temperature != form.hard_temperature:
       total = _total(z, student.top, form.hard_temperature)
       part = part._replace(hard_total=total)
@@ -91,6 +98,7 @@ def measure(block: tokens.Block) -> tuple[Statistics, Any]:
   joined = Statistics(
     student=_join(parts.student, temperature),
     teacher=parts.teacher and _join(parts.teacher, temperature),
+    excess=None,
     rest=parts.rest and _join(parts.rest, form.temperature),
     hard_total=None,
     target=None if block.targets is None else picked[:, 0],
@@ -103,7 +111,45 @@ def measure(block: tokens.Block) -> tuple[Statistics, Any]:
       parts.student._replace(total=parts.hard_total), form.hard_temperature
     )
     joined = joined._replace(hard_total=whole.total)
+  if parts.excess is not None:
+    excess = _join_excess(parts, joined, temperature)
+    joined = joined._replace(excess=excess)
   return joined, tile
+
+
+def _excess(
+  z: jax.Array, y: jax.Array, student: Rows, teacher: Rows, temperature: float
+) -> jax.Array:
+  """`sum exp(v) - exp(u)` of one block's columns, small where the rows are near.
+
+  `u` and `v` are the teacher's and the student's logits less the block's
+  maximum, over `T`.
+  """
+  u = (y - finite(teacher.top)[:, None]) * (1 / temperature)
+  v = (z - finite(student.top)[:, None]) * (1 / temperature)
+  offset = (finite(student.top) - finite(teacher.top))[:, None]
+  d = ((z - y) - offset) * (1 / temperature)
+  return jnp.sum(numerics.difference(jnp.exp(u), jnp.exp(v), d), axis=1)
+
+
+def _join_excess(
+  parts: Statistics, joined: Statistics, temperature: float
+) -> jax.Array:
+  """Of a row, from the excess `e_j` and the teacher's total `t_j` of its blocks.
+
+  With `a_j` and `b_j` the student's and the teacher's maximum of a block less
+  the row's, over `T`, it is `sum_j e_j exp(a_j) + t_j exp(b_j) (exp(a_j - b_j) -
+  1)` over the row's total. Where the rows are near, `a_j - b_j` is small.
+  """
+  student, teacher = parts.student, parts.teacher
+  student_top, teacher_top = joined.student.top, joined.teacher.top
+  a = (student.top - finite(student_top)[None]) / temperature
+  b = (teacher.top - finite(teacher_top)[None]) / temperature
+  gap = (student.top - teacher.top) - (student_top - teacher_top)[None]
+  apart = jnp.expm1(gap / temperature)
+  terms = jnp.where(teacher.total == 0, 0, teacher.total * jnp.exp(b) * apart)
+  terms += parts.excess * jnp.exp(a)
+  return jnp.sum(terms, axis=0) / joined.teacher.total
 
 
 def _watched(block: tokens.Block) -> jax.Array:

@@ -155,7 +155,7 @@ def of_columns(
     is_target = index == local[:, None]
     parts.append(jnp.where(is_target, shares - factor, shares))
   dz = sum(parts[1:], parts[0])
-  return sums, block.factors[:, None] * dz
+  return sums, block.scales[:, None] * dz
 
 
 def _pair(
@@ -163,7 +163,8 @@ def _pair(
 ) -> tuple[jax.Array, ...]:
   """`p`, `q`, `d = log q - log p`, and `u`, `v`: logits less their maximum.
 
-  As `numerics.token_divergence` forms them, from the statistics of the rows.
+  The ratio of the sums is 1 + `stats.excess`, which keeps its digits where the
+  rows are near.
   """
   teacher, student = stats.teacher, stats.student
   u = (y - statistics.finite(teacher.top)[:, None]) * (1 / temperature)
@@ -177,7 +178,12 @@ def _pair(
   of_z = jnp.where(is_near, 0, student.top)[:, None]
   of_y = jnp.where(is_near, 0, teacher.top)[:, None]
   gap = (z - of_z) - (y - of_y) - jnp.where(is_near, offset, 0)[:, None]
-  log_totals = jnp.log(student.total / teacher.total)
+  is_close = jnp.abs(stats.excess) < 0.5
+  log_totals = jnp.where(
+    is_close,
+    jnp.log1p(jnp.where(is_close, stats.excess, 0)),
+    jnp.log(student.total / teacher.total),
+  )
   d = gap * (1 / temperature) - log_totals[:, None]
   is_out = (y == -jnp.inf) & (z == -jnp.inf)
   return p, q, jnp.where(is_out, 0, d), u, v

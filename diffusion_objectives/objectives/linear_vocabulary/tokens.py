@@ -61,7 +61,7 @@ class Block(NamedTuple):
       of the first, or forms them again.
     targets: `[c]` or None.
     listed: the teacher's list, or None.
-    factors: `[c]`, or None.
+    scales: `[c]`, or None.
   """
 
   form: Form
@@ -71,7 +71,7 @@ class Block(NamedTuple):
   keeps: tuple[bool, bool]
   targets: Any
   listed: Any
-  factors: Any
+  scales: Any
 
 
 def logits(
