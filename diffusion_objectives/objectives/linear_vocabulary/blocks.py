@@ -161,6 +161,36 @@ def window(size: int) -> Callable[..., jax.Array]:
   return part
 
 
+def varying_zero(operands: Any) -> jax.Array:
+  """0, which varies over every axis that an operand varies over.
+
+  In a manual region (`jax.shard_map`) the start of a loop must not be known as
+  one value on all devices where its end is not: this is added to it.
+  """
+  zero = jnp.zeros((), jnp.int32)
+  for leaf in jax.tree.leaves(operands):
+    corner = leaf[(0,) * leaf.ndim]
+    zero += jnp.where(corner == corner, 0, 0)
+  return zero
+
+
+def as_varying(zero: jax.Array, array: jax.Array) -> jax.Array:
+  """The array, varying as `zero` does; outside of a manual region itself.
+
+  A custom derivative has to return cotangents that vary as its arguments do;
+  that of this addition is summed over the axes that the array does not vary on.
+  """
+  corner = array[(0,) * array.ndim]
+  if jax.typeof(corner + zero.astype(array.dtype)) == jax.typeof(corner):
+    return array
+  return array + zero.astype(array.dtype)
+
+
+def start(zero: jax.Array, carry: Any) -> Any:
+  """A loop's start, with `varying_zero` added to it."""
+  return jax.tree.map(lambda x: x + zero.astype(x.dtype), carry)
+
+
 def dot(
   x: jax.Array, y: jax.Array, axes: tuple[int, int], dtype: jnp.dtype
 ) -> jax.Array:

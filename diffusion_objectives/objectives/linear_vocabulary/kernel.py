@@ -41,7 +41,7 @@ class Operands(NamedTuple):
     teacher_head: the teacher's, or None.
     targets: `[tokens]`, within the vocabulary, or None.
     is_active: `[tokens]`, whether a token counts.
-    scales: `[tokens]`, `w`: loss weights, or cotangents; None without gradients.
+    scales: `[tokens]`, `w`, weights or cotangents; None without gradients.
     statistics: those of an earlier run; None where they are to be formed.
   """
 
@@ -97,6 +97,7 @@ def _run(
     size = min(size, count)
     if form.token_block is None:  # blocks of nearly one size
       size = blocks.number(count, blocks.number(count, size))
+  zero = blocks.varying_zero(operands)
   order = jnp.argsort(~operands.is_active, stable=True).astype(jnp.int32)
   used = jnp.sum(operands.is_active, dtype=jnp.int32)
   a, b = head.low_rank or (None, None)
@@ -122,7 +123,7 @@ def _run(
     # Slots that are left over repeat the last token, with scale 0.
     rows = order[jnp.minimum(slots, used - 1)]
     by_tokens, sums = _block(
-      form, wanted, platform, operands, rows, is_used, sums
+      form, wanted, platform, operands, zero, rows, is_used, sums
     )
     return jnp.where(is_used, rows, count), by_tokens, sums
 
@@ -135,11 +136,14 @@ def _run(
     return jax.tree.map(put, carry[0], by_tokens), sums
 
   _, shapes, _ = jax.eval_shape(visit, jnp.int32(0), sums)
-  start = jax.tree.map(
+  results = jax.tree.map(
     lambda part: jnp.zeros((count, *part.shape[1:]), part.dtype), shapes
   )
   (values, statistics, hidden), sums = lax.fori_loop(
-    0, blocks.number(used, size), step, (start, sums)
+    0,
+    blocks.number(used, size),
+    step,
+    blocks.start(zero, (results, sums)),
   )
   if wanted.kernel and is_turned:
     sums = sums._replace(kernel=sums.kernel.T)
@@ -151,6 +155,7 @@ def _block(
   wanted: Gradients,
   platform: blocks.Platform,
   operands: Operands,
+  zero: jax.Array,
   rows: jax.Array,
   is_used: jax.Array,
   sums: Gradients,
@@ -158,6 +163,7 @@ def _block(
   """Both passes over one block of tokens.
 
   Args:
+    zero: see `blocks.varying_zero`.
     rows: `[c]`, which tokens.
     is_used: `[c]`, False where a slot of the last block is left over.
     sums: the head's gradients, of earlier blocks.
@@ -201,6 +207,7 @@ def _block(
   block = tokens.Block(
     form=form,
     columns=columns,
+    zero=zero,
     student=before(head, operands.hidden),
     teacher=teacher,
     keeps=(keeps, keeps and teacher_head is not None),
@@ -237,7 +244,6 @@ def _second_pass(
   student = block.student
   if block.teacher is None and not any(wanted):
     return {}, None, sums
-  nothing = terms.start(block)
   start = projection.start(student, wanted, sums)
 
   def visit(carry, at):
@@ -249,8 +255,7 @@ def _second_pass(
       added = projection.pull_back(student, j, z, dz, added)
     return (jax.tree.map(jnp.add, found, more), added), None
 
-  (found, added), _ = lax.scan(
-    visit, (nothing, start), (block.columns.indices(), tile)
-  )
+  carry = blocks.start(block.zero, (terms.start(block), start))
+  (found, added), _ = lax.scan(visit, carry, (block.columns.indices(), tile))
   hidden, sums = projection.close(student, wanted, added, sums)
   return terms.named(found, stats), hidden, sums

@@ -445,6 +445,10 @@ def _score(
     is_active=_flat(is_active),
   )
   operands = jax.lax.stop_gradient(operands)
+  zero = blocks.varying_zero((operands, weights))
+  factors, weights = jax.tree.map(
+    functools.partial(blocks.as_varying, zero), (factors, weights)
+  )
   valid_weights = numerics.poison(weights, is_valid)
   by_token = None
   if implementation == "grad_in_forward":

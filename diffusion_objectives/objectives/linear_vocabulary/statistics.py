@@ -93,7 +93,9 @@ def measure(block: tokens.Block) -> tuple[Statistics, Any]:
     return picked, (part, (z if keeps_z else None, y if keeps_y else None))
 
   picked, (parts, tile) = lax.scan(
-    visit, jnp.zeros(watched.shape, dtype), columns.indices()
+    visit,
+    blocks.start(block.zero, jnp.zeros(watched.shape, dtype)),
+    columns.indices(),
   )
   joined = Statistics(
     student=_join(parts.student, temperature),
@@ -120,7 +122,7 @@ def measure(block: tokens.Block) -> tuple[Statistics, Any]:
 def _excess(
   z: jax.Array, y: jax.Array, student: Rows, teacher: Rows, temperature: float
 ) -> jax.Array:
-  """`sum exp(v) - exp(u)` of one block's columns, small where the rows are near.
+  """`sum exp(v) - exp(u)` of one block's columns, small where rows are near.
 
   `u` and `v` are the teacher's and the student's logits less the block's
   maximum, over `T`.
@@ -135,11 +137,12 @@ def _excess(
 def _join_excess(
   parts: Statistics, joined: Statistics, temperature: float
 ) -> jax.Array:
-  """Of a row, from the excess `e_j` and the teacher's total `t_j` of its blocks.
+  """Of a row, from the excess `e_j` and the teacher's total `t_j` of blocks.
 
   With `a_j` and `b_j` the student's and the teacher's maximum of a block less
-  the row's, over `T`, it is `sum_j e_j exp(a_j) + t_j exp(b_j) (exp(a_j - b_j) -
-  1)` over the row's total. Where the rows are near, `a_j - b_j` is small.
+  the row's, over `T`, it is the sum of `e_j exp(a_j)` and
+  `t_j exp(b_j) (exp(a_j - b_j) - 1)`, over the row's total. Where the rows are
+  near, `a_j - b_j` is small.
   """
   student, teacher = parts.student, parts.teacher
   student_top, teacher_top = joined.student.top, joined.teacher.top

@@ -54,6 +54,7 @@ class Block(NamedTuple):
   Attributes:
     form: what is static.
     columns: the blocks of the vocabulary.
+    zero: see `blocks.varying_zero`.
     student: the hidden states before the head.
     teacher: from the index of a block of columns to the teacher's logits; None
       where the teacher is none or a list.
@@ -66,6 +67,7 @@ class Block(NamedTuple):
 
   form: Form
   columns: blocks.Columns
+  zero: jax.Array
   student: projection.Projection
   teacher: Any
   keeps: tuple[bool, bool]
