@@ -180,6 +180,8 @@ def as_varying(zero: jax.Array, array: jax.Array) -> jax.Array:
   A custom derivative has to return cotangents that vary as its arguments do;
   that of this addition is summed over the axes that the array does not vary on.
   """
+  if 0 in array.shape:
+    return array
   corner = array[(0,) * array.ndim]
   if jax.typeof(corner + zero.astype(array.dtype)) == jax.typeof(corner):
     return array

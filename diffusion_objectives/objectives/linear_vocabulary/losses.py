@@ -445,7 +445,7 @@ def _score(
     is_active=_flat(is_active),
   )
   operands = jax.lax.stop_gradient(operands)
-  zero = blocks.varying_zero((operands, weights))
+  zero = blocks.varying_zero(operands)
   factors, weights = jax.tree.map(
     functools.partial(blocks.as_varying, zero), (factors, weights)
   )
