@@ -4,6 +4,9 @@ The gradients of a weighted sum can be formed together with it: the cotangent of
 a scalar is a factor, multiplied in at the end. Nothing is computed twice, and
 what is not differentiated is not formed. Of values by token the cotangents are
 known in the backward pass alone, which forms the logits again.
+
+Both are compiled by themselves: an eager call compiles once, and in an eager
+`shard_map` JAX cannot yet tell what a custom rule is differentiated in.
 """
 
 import dataclasses
@@ -43,7 +46,7 @@ def _run(
   )
 
 
-def _by_token(form: tokens.Form, values: terms.Values) -> jax.Array:
+def _loss(form: tokens.Form, values: terms.Values) -> jax.Array:
   """`soft D + hard l`."""
   parts = []
   if form.soft:
@@ -80,7 +83,7 @@ def _cotangents(
 # Gradients in the forward pass.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)
 def weighted_sum(
   form: tokens.Form,
   factors: Factors,
@@ -88,14 +91,17 @@ def weighted_sum(
   operands: kernel.Operands,
 ) -> tuple[jax.Array, terms.Values]:
   """`sum w (soft D + hard l)`, and values by token, not differentiated."""
+  return _weighted_sum(form, factors, weights, operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted_sum(form, factors, weights, operands):
   values = _run(form, NOTHING, factors, operands).values
   return _sum(form, values, weights, operands), values
 
 
 def _sum(form, values, weights, operands):
-  return numerics.weighted_sum(
-    _by_token(form, values), weights, operands.is_active
-  )
+  return numerics.weighted_sum(_loss(form, values), weights, operands.is_active)
 
 
 def _weighted_sum_forward(form, factors, weights, operands):
@@ -108,7 +114,7 @@ def _weighted_sum_forward(form, factors, weights, operands):
   values, _, gradients = _run(
     form, wanted, factors, operands._replace(scales=weights)
   )
-  by_token = _by_token(form, values) if weighted else None
+  by_token = _loss(form, values) if weighted else None
   residuals = (_once((gradients, by_token)), _dtypes((factors, weights)))
   return (_sum(form, values, weights, operands), values), residuals
 
@@ -124,7 +130,7 @@ def _weighted_sum_backward(form, residuals, cotangents):
   return of_factors, by_token, None
 
 
-weighted_sum.defvjp(
+_weighted_sum.defvjp(
   _weighted_sum_forward, _weighted_sum_backward, symbolic_zeros=True
 )
 
@@ -132,13 +138,18 @@ weighted_sum.defvjp(
 # Gradients in the backward pass.
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0)
 def by_token(
   form: tokens.Form, factors: Factors, operands: kernel.Operands
 ) -> tuple[jax.Array, terms.Values]:
   """`soft D + hard l` by token, and values, not differentiated."""
+  return _by_token(form, factors, operands)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _by_token(form, factors, operands):
   values = _run(form, NOTHING, factors, operands).values
-  return _by_token(form, values), values
+  return _loss(form, values), values
 
 
 def _by_token_forward(form, factors, operands):
@@ -147,7 +158,7 @@ def _by_token_forward(form, factors, operands):
     (factors, operands)
   )
   values, statistics, _ = _run(form, NOTHING, factors, operands)
-  return (_by_token(form, values), values), (
+  return (_loss(form, values), values), (
     _Static(wanted),
     factors,
     operands._replace(statistics=statistics),
@@ -166,7 +177,7 @@ def _by_token_backward(form, residuals, cotangents):
   return _cotangents(_once(gradients), one, factors), None
 
 
-by_token.defvjp(_by_token_forward, _by_token_backward, symbolic_zeros=True)
+_by_token.defvjp(_by_token_forward, _by_token_backward, symbolic_zeros=True)
 
 
 @jax.tree_util.register_static

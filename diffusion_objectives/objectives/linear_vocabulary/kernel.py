@@ -63,7 +63,6 @@ class Result(NamedTuple):
   gradients: Gradients
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
 def run(form: tokens.Form, wanted: Gradients, operands: Operands) -> Result:
   """Values and statistics by tokens, and the gradients that are wanted."""
 
