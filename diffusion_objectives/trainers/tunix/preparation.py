@@ -262,10 +262,13 @@ class Preparation:
         f" {self.unit!r}",
         f"one of unit {unit!r}",
       )
+    head = None
+    if self.uses_teacher and not is_of_tokens:
+      head = self._head_of(batch.teacher)
     if self.vocabulary_size is None:
       self.vocabulary_size = self._vocabulary_size(tokens)
-    if self.uses_teacher and not is_of_tokens:
-      self._check_teacher(batch.teacher)
+    if head is not None:
+      _check_one_vocabulary(head.size, self.vocabulary_size)
     if self.check_values:
       batch.check_values(self.vocabulary_size, **self.value_options)
     if self.unit is None:  # fixed by the first batch that passed
@@ -273,10 +276,10 @@ class Preparation:
       self.unit = unit
     return batch
 
-  def _check_teacher(self, teacher: Any) -> None:
-    """Refuses a teacher's hidden states without the head that they need."""
+  def _head_of(self, teacher: Any) -> linear_vocabulary.OutputHead | None:
+    """The head that a teacher's hidden states need, if it is one of these."""
     if not isinstance(teacher, batches.HiddenTeacher):
-      return
+      return None
     head = self.teacher
     if not isinstance(head, linear_vocabulary.OutputHead):
       raise checks.fail(
@@ -286,7 +289,7 @@ class Preparation:
         "none",
       )
     heads.check_features("teacher hidden", teacher.hidden, head)
-    self._check_one_vocabulary(head.size, self.vocabulary_size)
+    return head
 
   def _vocabulary_size(self, tokens: batches.DiffusionTokenBatch) -> int:
     model = self.trainer.model
@@ -295,16 +298,17 @@ class Preparation:
     size = _output_size(self.scorer, tokens, model)
     if isinstance(self.teacher, HiddenScorer) and self.frozen is not None:
       theirs = _output_size(self.teacher, tokens, self.frozen)
-      self._check_one_vocabulary(theirs, size)
+      _check_one_vocabulary(theirs, size)
     return size
 
-  def _check_one_vocabulary(self, theirs: int, ours: int | None) -> None:
-    if theirs != ours:
-      raise checks.fail(
-        ValueError,
-        "teacher and student must have one vocabulary",
-        f"teacher {theirs} and student {ours}",
-      )
+
+def _check_one_vocabulary(theirs: int, ours: int) -> None:
+  if theirs != ours:
+    raise checks.fail(
+      ValueError,
+      "teacher and student must have one vocabulary",
+      f"teacher {theirs} and student {ours}",
+    )
 
 
 def _output_size(
