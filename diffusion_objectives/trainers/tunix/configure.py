@@ -51,10 +51,11 @@ def configure_objective(
     batch_adapter: from an item of the data set to the batch, called before the
       compiled step, in training and in evaluation, and not for items that a
       resumed run skips. None takes the items as batches.
-    frozen: a pytree of arrays, such as an `OutputHead`, or an `nnx.Module`,
-      taken as it is now. Its arrays are arguments of the compiled step: no
-      constants, not trained, not donated, not saved, and laid out as they are.
-      On a mesh, what does not lie on its devices is replicated once.
+    frozen: a pytree of arrays, such as an `OutputHead`, or an `nnx.Module` in
+      evaluation mode, taken as it is now. Its arrays are arguments of the
+      compiled step: no constants, not trained, not donated, not saved, and laid
+      out as they are. On the mesh of `with mesh:`, what does not lie on its
+      devices, in its order, is replicated once.
     check_values: whether to call `batch.check_values()`, where the batch has
       that method, before each step.
     name: of the objective; None takes the function's, which a lambda or a
@@ -283,8 +284,9 @@ def configure_prepared_diffusion_opd(
       `[batch, length, features]` hidden states aligned with the targets, such
       as `model_hidden_and_head`.
     frozen: with `hidden_fn`, an `OutputHead`, that of the batches'
-      `HiddenTeacher`s; or an `nnx.Module`, the teacher, which the compiled step
-      scores on the student's inputs. Held as by `configure_objective`.
+      `HiddenTeacher`s, not used for other teachers; or an `nnx.Module`, the
+      teacher, which the compiled step scores on the student's inputs. Held as
+      by `configure_objective`.
     teacher_hidden_fn: `(frozen, model_inputs) -> (hidden, OutputHead)` of a
       module; None is `hidden_fn`.
     temperature: of the soft term.
