@@ -221,16 +221,6 @@ def test_a_padded_vocabulary_is_named_by_a_function_of_ones_own():
     trainer.train([wrong])
 
 
-@pytest.mark.parametrize("name", NETWORKS)
-def test_a_soft_cap_of_the_configuration_is_the_heads(name, monkeypatch):
-  model = NETWORKS[name]()
-  inputs = inputs_of(name, np.zeros((1, LENGTH), np.int32))
-  assert tunix.model_hidden_and_head(model, inputs)[1].soft_cap is None
-  config = type(model.config)
-  monkeypatch.setattr(config, "final_logit_softcap", 30.0, raising=False)
-  assert tunix.model_hidden_and_head(model, inputs)[1].soft_cap == 30.0
-
-
 def test_a_network_that_is_not_known_is_refused():
   with pytest.raises(
     TypeError, match=r"a hidden_fn.* that returns \(hidden .*; received Network"
@@ -238,6 +228,84 @@ def test_a_network_that_is_not_known_is_refused():
     tunix.model_hidden_and_head(network(), {})
   with pytest.raises(TypeError, match="must be a mapping"):
     tunix.model_hidden_and_head(qwen(), np.zeros(2))
+
+
+class Halved(qwen3.Qwen3):
+  """Other logits of the same head, for either of main's methods."""
+
+  def __call__(self, *args, **kwargs):
+    logits, cache = super().__call__(*args, **kwargs)
+    return logits / 2, cache
+
+
+class OfItsOwn(qwen3.Qwen3):
+  def compute_final_logits(self, x):
+    return self.lm_head(x) / 2
+
+
+class Plain(qwen3.Qwen3):
+  """A subclass that leaves logits alone."""
+
+  def size(self):
+    return self.config.vocab_size
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize(
+  ("changed", "name"),
+  [(Halved, "__call__"), (OfItsOwn, "compute_final_logits"), (Plain, None)],
+)
+def test_a_subclass_with_logits_of_its_own_is_refused(changed, name, lora):
+  model = qwen()
+  model.__class__ = changed
+  if lora:
+    model = with_lora(model, "Qwen3")
+  inputs = inputs_of("Qwen3", np.zeros((1, LENGTH), np.int32))
+  if name is None:
+    hidden, head = tunix.model_hidden_and_head(model, inputs)
+    expected = tunix.model_logits(model, inputs)
+    np.testing.assert_allclose(head.logits(hidden), expected, atol=1e-5)
+    return
+  with pytest.raises(
+    TypeError, match=rf"received {changed.__name__} with a {name} of its own"
+  ):
+    tunix.model_hidden_and_head(model, inputs)
+
+
+def test_a_head_of_another_class_is_refused():
+  model = qwen()
+  inputs = inputs_of("Qwen3", np.zeros((1, LENGTH), np.int32))
+  model.lm_head = nnx.Linear(16, IDS, rngs=nnx.Rngs(0))
+  with pytest.raises(
+    TypeError, match="head must be of Tunix's own class, with w; received Lin"
+  ):
+    tunix.model_hidden_and_head(model, inputs)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_head_that_is_quantized_in_each_call_is_refused(name):
+  """The parameter stays a plain array, and the logits are not its."""
+  inputs = inputs_of(name, np.zeros((1, LENGTH), np.int32))
+
+  def quantized(*rules):
+    # No first call: JAX would keep its quantized jnp.dot for other networks.
+    return qwix.quantize_model(
+      NETWORKS[name](),
+      qwix.QtProvider(list(rules)),
+      skip_nnx_init=True,
+      **inputs,
+    )
+
+  everything = qwix.QtRule(weight_qtype="int8", act_qtype="int8")
+  with pytest.raises(
+    TypeError, match="head must not be quantized by qwix; received QtRule"
+  ):
+    tunix.model_hidden_and_head(quantized(everything), inputs)
+  but_the_head = qwix.QtRule(module_path="lm_head|embedder")
+  model = quantized(but_the_head, everything)
+  hidden, head = tunix.model_hidden_and_head(model, inputs)
+  expected = tunix.model_logits(model, inputs)
+  np.testing.assert_allclose(head.logits(hidden), expected, atol=1e-5)
 
 
 def test_the_scale_of_a_lora_pair_is_read_or_given():
@@ -252,6 +320,8 @@ def test_the_scale_of_a_lora_pair_is_read_or_given():
   np.testing.assert_array_equal(first_side(model, lora_scale=2.0), 2 * pair)
   with pytest.raises(ValueError, match="lora_scale must be a finite"):
     first_side(model, lora_scale=float("nan"))
+  with pytest.raises(ValueError, match="must come with a LoRA pair"):
+    tunix.model_hidden_and_head(qwen(), inputs, lora_scale=2.0)
   model.__class__ = qwen3.Qwen3  # as restored without qwix
   with pytest.raises(ValueError, match="rule of qwix's that can be read"):
     first_side(model)
@@ -323,11 +393,22 @@ def small_logits(model, model_inputs):
   return head.logits(hidden)
 
 
+def top_k(logits):
+  temperature = OPD["temperature"]
+  log_probs, ids = jax.lax.top_k(jax.nn.log_softmax(logits / temperature), 3)
+  return do.TopKTeacher(
+    token_ids=np.asarray(ids),
+    log_probs=np.asarray(log_probs),
+    temperature=temperature,
+  )
+
+
 def distillation(batch, teacher, kind):
   hidden, head = small_hidden(teacher, batch.model_inputs)
   views = {
     "dense": lambda: do.DenseTeacher(logits=np.asarray(head.logits(hidden))),
     "hidden": lambda: do.HiddenTeacher(hidden=np.asarray(hidden)),
+    "top-k": lambda: top_k(head.logits(hidden)),
   }
   views["dense teacher"] = views["dense"]
   return do.DiffusionDistillationBatch(
@@ -376,6 +457,69 @@ def test_a_frozen_teacher_trains_as_its_logits_do(kind):
   assert_same_run(runs[1], runs[0], 2e-6)
   others = trained_on_teacher("dense", small_trainer(), teacher_network(8))
   assert largest_difference(parameters(others), parameters(runs[0])) > 1e-3
+
+
+@pytest.mark.parametrize("kinds", [["dense"], ["top-k"], ["hidden", "dense"]])
+def test_a_frozen_head_is_used_for_hidden_teachers_alone(kinds):
+  """Batches of other teachers train as without it, also among those of it."""
+  teacher = teacher_network()
+  micro, evaluation = small_batches(4), small_batches(2, seed=1)
+  _, head = small_hidden(teacher, micro[0].model_inputs)
+
+  def batches(items, of):
+    return [
+      distillation(item, teacher, of[index % len(of)])
+      for index, item in enumerate(items)
+    ]
+
+  runs = []
+  for is_given in (False, True):
+    trainer = small_trainer()
+    tunix.configure_prepared_diffusion_opd(
+      trainer,
+      hidden_fn=small_hidden,
+      frozen=head if is_given else None,
+      **OPD,
+    )
+    of = kinds if is_given else [k.replace("hidden", "dense") for k in kinds]
+    trainer.train(batches(micro, of), batches(evaluation, of))
+    assert trainer.train_steps == 2
+    runs.append(trainer)
+  assert_same_run(runs[1], runs[0], 2e-6)
+
+
+@pytest.mark.parametrize("form", ["logits", "hidden states"])
+def test_a_teacher_of_no_weight_is_neither_used_nor_checked(form):
+  """Its head is missing, and its features are no head's."""
+  teacher = teacher_network()
+  micro = small_batches(4)
+  items = [distillation(batch, teacher, "hidden") for batch in micro]
+  trainer, supervised = small_trainer(), small_trainer()
+  scorer = (
+    {"student_logits_fn": small_logits}
+    if form == "logits"
+    else {"hidden_fn": small_hidden}
+  )
+  tunix.configure_prepared_diffusion_opd(
+    trainer, soft_loss_weight=0.0, hard_loss_weight=1.0, **scorer
+  )
+  tunix.configure_diffusion_sft(supervised, logits_fn=small_logits)
+  trainer.train(items, items[:1])
+  supervised.train(micro, micro[:1])
+  assert_same_run(trainer, supervised, 2e-6)
+
+
+def test_preparation_keeps_no_array_of_a_frozen_head():
+  head = small_hidden(network(), small_batches(1)[0].model_inputs)[1]
+  trainer = small_trainer()
+  tunix.configure_prepared_diffusion_opd(
+    trainer, hidden_fn=small_hidden, frozen=head
+  )
+  kept = trainer._diffusion_objective.batch_adapter.teacher
+  assert (kept.size, kept.features) == (head.size, head.features)
+  assert {type(leaf) for leaf in jax.tree.leaves(kept)} == {
+    jax.ShapeDtypeStruct
+  }
 
 
 def test_a_whole_network_of_tunix_teaches_its_own_lora():
@@ -656,7 +800,13 @@ def test_arrays_that_the_trainer_donates_are_refused():
     )
   is_donated = hasattr(trainer, "create_update_step_fn")
   shared = nnx.clone(trainer.model)
-  trainer = small_trainer(model=trainer.model)
+  # A window of one micro-batch donates no model.
+  trainer = make_trainer(trainer.model, eval_every_n_steps=1)
+  opd_trainer_of(trainer, shared)
+  trainer.train(small_batches(2), small_batches(1))
+  held = jax.tree.leaves(nnx.state(shared))
+  assert not any(array.is_deleted() for array in held)
+  trainer = small_trainer(model=nnx.clone(shared))
   if is_donated:
     with pytest.raises(ValueError, match=r"trainer\.model, .*; received"):
       opd_trainer_of(trainer, shared)
@@ -664,6 +814,32 @@ def test_arrays_that_the_trainer_donates_are_refused():
   opd_trainer_of(trainer, shared)
   trainer.train(small_batches(4), small_batches(1))
   assert trainer.train_steps == 2
+
+
+if not HAS_MULTI_STEPS:  # main has an accumulator of its own
+
+  def test_arrays_of_the_accumulator_are_refused():
+    trainer = make_trainer(steps=2)
+    sums = jax.tree.leaves(nnx.state(trainer.grad_accumulator))
+    with pytest.raises(ValueError, match=r"trainer\.grad_accumulator, .*; rec"):
+      tunix.configure_objective(trainer, lambda *_: None, name="x", frozen=sums)
+
+
+def test_arrays_that_came_to_be_shared_are_refused_at_the_next_step():
+  trainer = make_trainer(optimizer=optax.adam(0.1), steps=2)
+  frozen = nnx.state(trainer.optimizer, nnx.optimizer.OptState)
+  frozen = jax.tree.map(jnp.copy, frozen)
+
+  def loss_fn(model, batch, _):
+    return do.weighted_cross_entropy_loss(
+      small_logits(model, batch.model_inputs), batch
+    )
+
+  tunix.configure_objective(trainer, loss_fn, frozen=frozen)
+  nnx.update(trainer.optimizer, frozen)
+  with pytest.raises(ValueError, match=r"trainer\.optimizer, .*; received"):
+    trainer.train(small_batches(2))
+  assert trainer.train_steps == 0
 
 
 def opd_trainer_of(trainer, teacher):
@@ -714,13 +890,40 @@ def test_frozen_arrays_keep_their_place_on_a_mesh():
   assert_same_run(trainer, single, 2e-6)
 
 
+def test_frozen_arrays_in_another_order_of_the_devices_are_replaced():
+  devices = np.array(jax.devices()).reshape(2, 4)
+  types = (jax.sharding.AxisType.Auto,) * 2
+  mesh, reverse = (
+    jax.sharding.Mesh(d, ("fsdp", "tp"), axis_types=types)
+    for d in (devices, devices[::-1, ::-1])
+  )
+  teacher = teacher_network()
+  single = trained_on_teacher("module", small_trainer(), teacher)
+  spec = jax.sharding.PartitionSpec()
+  state = nnx.state(teacher)
+  nnx.update(
+    teacher, jax.device_put(state, jax.sharding.NamedSharding(reverse, spec))
+  )
+  with mesh:
+    student = network()
+    state = nnx.state(student)
+    nnx.update(
+      student, jax.device_put(state, jax.sharding.NamedSharding(mesh, spec))
+    )
+    trainer = small_trainer(model=student)
+    trained_on_teacher("module", trainer, teacher)
+  assert_same_run(trainer, single, 2e-6)
+
+
 # Refusals.
 
 
 def refused(kind, message, configure, **options):
   trainer = make_trainer()
   before = dict(vars(trainer))
-  with pytest.raises(kind, match=f"{message}.*; received"):
+  if "received" not in message:
+    message = f"{message}.*; received"
+  with pytest.raises(kind, match=message):
     configure(trainer, **options)
   assert dict(vars(trainer)) == before
 
@@ -762,7 +965,7 @@ def refused(kind, message, configure, **options):
       tunix.configure_prepared_diffusion_opd,
       {"hidden_fn": small_hidden, "frozen": {"head": np.ones(2)}},
       TypeError,
-      "frozen must be a OutputHead or Module",
+      "frozen must be an OutputHead or an nnx.Module",
     ),
     (
       tunix.configure_prepared_diffusion_opd,
@@ -780,17 +983,47 @@ def refused(kind, message, configure, **options):
       tunix.configure_objective,
       {"loss_fn": lambda *_: None, "name": "x", "frozen": {"a": 1.0}},
       TypeError,
-      "frozen must be a pytree of arrays",
+      "frozen must be an nnx.Module or a pytree of arrays",
     ),
     (
       tunix.configure_objective,
+      {"loss_fn": lambda model, batch: None, "name": "x", "frozen": np.ones(2)},
+      TypeError,
+      r"loss_fn must take \(model, batch, frozen\); received \(model, batch\)",
+    ),
+    (
+      tunix.configure_objective,
+      {"loss_fn": lambda model, batch, frozen: None, "name": "x"},
+      TypeError,
+      r"loss_fn must take \(model, batch\)",
+    ),
+    (
+      tunix.configure_diffusion_sft,
+      {"hidden_fn": small_hidden, "frozen": np.ones(2)},
+      TypeError,
+      r"hidden_fn must take \(model, model_inputs, frozen\)",
+    ),
+    (
+      tunix.configure_diffusion_sft,
+      {"logits_fn": lambda model: None},
+      TypeError,
+      r"logits_fn must take \(model, model_inputs\)",
+    ),
+    (
+      tunix.configure_prepared_diffusion_opd,
+      {"student_logits_fn": lambda model: None},
+      TypeError,
+      r"student_logits_fn must take \(model, model_inputs\)",
+    ),
+    (
+      tunix.configure_prepared_diffusion_opd,
       {
-        "loss_fn": lambda *_: None,
-        "name": "x",
-        "frozen": [jax.ShapeDtypeStruct((2,), np.float32)],
+        "hidden_fn": small_hidden,
+        "frozen": teacher_network(),
+        "teacher_hidden_fn": lambda frozen: None,
       },
       TypeError,
-      "frozen must (hold|be)",
+      r"teacher_hidden_fn must take \(frozen, model_inputs\)",
     ),
   ],
 )
@@ -798,6 +1031,65 @@ def test_what_does_not_fit_is_refused_at_configuration(
   configure, options, kind, message
 ):
   refused(kind, message, configure, **options)
+
+
+def deleted():
+  array = jnp.ones(2)
+  array.delete()
+  return array
+
+
+@pytest.mark.parametrize(
+  ("frozen", "received"),
+  [
+    ("teacher", "str in it"),
+    (0.5, "float in it"),
+    ({"a": np.ones(2), "scale": 0.5}, "float in it"),
+    ({"a": np.ones(2), "name": "x"}, "str in it"),
+    ([np.ones(2), jnp.tanh], ".* in it"),
+    ({"a": np.array(["x"])}, r"<U1\[1\] in it"),
+    ({"a": np.array([None, 1], object)}, r"object\[2\] in it"),
+    ({"a": np.ma.masked_array([1.0], [True])}, "MaskedArray in it"),
+    ([jax.ShapeDtypeStruct((2,), np.float32)], r"float32\[2\] in it"),
+    ({"a": deleted()}, r"float32\[2\] that was deleted"),
+    (nnx.Param(deleted()), r"float32\[2\] that was deleted"),
+    ({}, "none"),
+  ],
+)
+def test_what_is_no_array_is_refused_as_frozen(frozen, received):
+  refused(
+    TypeError,
+    f"frozen must be an nnx.Module or a pytree of arrays; received {received}$",
+    tunix.configure_objective,
+    loss_fn=lambda model, batch, frozen: None,
+    name="x",
+    frozen=frozen,
+  )
+
+
+@pytest.mark.parametrize(
+  "frozen",
+  [
+    np.float32(1),
+    (jnp.ones(2, jnp.bfloat16), None),
+    {"key": jax.random.key(0), "is_kept": np.ones(2, bool)},
+    nnx.Rngs(0),
+    nnx.state(network()),
+    nnx.split(network()),
+  ],
+  ids=["scalar", "tuple", "key", "rngs", "state", "split"],
+)
+def test_every_kind_of_array_can_be_frozen(frozen):
+  def loss_fn(model, batch, given):
+    assert jax.tree.structure(given) == jax.tree.structure(frozen)
+    return do.weighted_cross_entropy_loss(
+      small_logits(model, batch.model_inputs), batch
+    )
+
+  trainer = make_trainer()
+  tunix.configure_objective(trainer, loss_fn, frozen=frozen)
+  trainer.train(small_batches(1))
+  assert trainer.train_steps == 1
 
 
 def test_the_compiling_method_must_stay_the_configured_one():
@@ -882,7 +1174,7 @@ def bad_runs():
       {"hidden_fn": lambda *_: (short[..., 1:], head), "frozen": head},
       hidden,
       ValueError,
-      "must have the features of its OutputHead, 24",
+      "must have the features of its head, 24",
     ),
     "of a teacher": (
       {

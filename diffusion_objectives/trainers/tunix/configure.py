@@ -1,7 +1,6 @@
 """The calls that configure a trainer."""
 
 from collections.abc import Mapping
-import dataclasses
 from typing import Any
 
 from flax import nnx
@@ -52,10 +51,11 @@ def configure_objective(
     batch_adapter: from an item of the data set to the batch, called before the
       compiled step, in training and in evaluation, and not for items that a
       resumed run skips. None takes the items as batches.
-    frozen: a pytree of arrays, such as an `OutputHead`, or an `nnx.Module`,
-      taken as it is now. Its arrays are arguments of the compiled step: no
-      constants, not trained, not donated, not saved, and laid out as they are.
-      On a mesh, what does not lie on its devices is replicated once.
+    frozen: a pytree of arrays, such as an `OutputHead`, or an `nnx.Module` in
+      evaluation mode, taken as it is now. Its arrays are arguments of the
+      compiled step: no constants, not trained, not donated, not saved, and laid
+      out as they are. On the mesh of `with mesh:`, what does not lie on its
+      devices, in its order, is replicated once.
     check_values: whether to call `batch.check_values()`, where the batch has
       that method, before each step.
     name: of the objective; None takes the function's, which a lambda or a
@@ -72,9 +72,10 @@ def configure_objective(
     The same trainer.
 
   Raises:
-    TypeError: an argument of another type.
-    ValueError: frozen arrays that the trainer donates (the optimizer's, and in
-      main's experimental trainer the model's); a trainer that lacks a needed
+    TypeError: an argument of another type, or a function of other parameters.
+    ValueError: frozen arrays that the trainer donates (the optimizer's, in main
+      the accumulator's, and in main's experimental trainer the model's where a
+      window has more than one micro-batch); a trainer that lacks a needed
       attribute or accumulates in another way, that is inside `train()` or
       inside an accumulation window, or that was restored from a checkpoint of
       another objective (each differing field is named) or of none.
@@ -101,7 +102,8 @@ def configure_objective(
     1
   """
   checks.boolean("check_values", check_values)
-  checks.function("loss_fn", loss_fn)
+  parameters = ("model", "batch", *_given(frozen))
+  preparation.check_takes("loss_fn", loss_fn, *parameters)
   if batch_adapter is not None:
     checks.function("batch_adapter", batch_adapter)
   if name is None:
@@ -198,7 +200,11 @@ def configure_diffusion_sft(
     denominator=denominator,
     metadata=metadata or {},
   )
-  scorer = preparation.Scorer.of(logits_fn, hidden_fn)
+  scorer = preparation.scorer_of(
+    logits_fn,
+    hidden_fn,
+    parameters=("model", "model_inputs", *_given(frozen)),
+  )
   if frozen is not None and logits_fn is None and hidden_fn is None:
     raise checks.fail(
       ValueError,
@@ -218,14 +224,14 @@ def configure_diffusion_sft(
   )
 
   def loss_fn(model, batch, *given):
-    if scorer.hidden_fn is None:
+    if isinstance(scorer, preparation.LogitsScorer):
       return cross_entropy.weighted_cross_entropy_loss(
-        scorer.logits(model, batch.model_inputs, *given),
+        scorer(model, batch.model_inputs, *given),
         batch,
         denominator=denominator,
       )
     return linear_vocabulary.linear_weighted_cross_entropy_loss(
-      *scorer.hidden_and_head(model, batch.model_inputs, *given),
+      *scorer(model, batch.model_inputs, *given),
       batch,
       denominator=denominator,
     )
@@ -278,8 +284,9 @@ def configure_prepared_diffusion_opd(
       `[batch, length, features]` hidden states aligned with the targets, such
       as `model_hidden_and_head`.
     frozen: with `hidden_fn`, an `OutputHead`, that of the batches'
-      `HiddenTeacher`s; or an `nnx.Module`, the teacher, which the compiled step
-      scores on the student's inputs. Held as by `configure_objective`.
+      `HiddenTeacher`s, not used for other teachers; or an `nnx.Module`, the
+      teacher, which the compiled step scores on the student's inputs. Held as
+      by `configure_objective`.
     teacher_hidden_fn: `(frozen, model_inputs) -> (hidden, OutputHead)` of a
       module; None is `hidden_fn`.
     temperature: of the soft term.
@@ -345,7 +352,7 @@ def configure_prepared_diffusion_opd(
     denominator=denominator,
     metadata=metadata or {},
   )
-  scorer = preparation.Scorer.of(
+  scorer = preparation.scorer_of(
     student_logits_fn, hidden_fn, logits_name="student_logits_fn"
   )
   if hidden_fn is not None and divergence != divergences.forward_kl:
@@ -355,10 +362,12 @@ def configure_prepared_diffusion_opd(
       divergence.name,
     )
   teacher = _teacher(frozen, scorer, teacher_hidden_fn)
-  is_scored_here = teacher is not None and teacher.scorer is not None
+  kept = _frozen(frozen)
+  is_scored_here = isinstance(teacher, preparation.HiddenScorer)
+  uses_teacher = hyper_parameters.soft_loss_weight > 0
   value_options = {"check_targets": hyper_parameters.hard_loss_weight > 0}
   if not is_scored_here:
-    value_options["check_teacher"] = hyper_parameters.soft_loss_weight > 0
+    value_options["check_teacher"] = uses_teacher
   prepare = preparation.Preparation(
     kind=batches.DiffusionTokenBatch
     if is_scored_here
@@ -370,29 +379,34 @@ def configure_prepared_diffusion_opd(
     check_values=checks.boolean("check_values", check_values),
     identity=ours,
     value_options=value_options,
+    frozen=kept,
     teacher=teacher,
+    uses_teacher=uses_teacher,
   )
 
   def loss_fn(model, batch, *given):
-    head = given[0] if given else None
-    if teacher is not None and teacher.scorer is not None:
-      hidden, head = jax.lax.stop_gradient(
-        teacher.scorer.hidden_and_head(head, batch.model_inputs)
+    teacher_head = None
+    if isinstance(teacher, preparation.HiddenScorer):
+      (network,) = given
+      hidden, teacher_head = jax.lax.stop_gradient(
+        teacher(network, batch.model_inputs)
       )
       batch = batches.DiffusionDistillationBatch(
         student_batch=batch, teacher=batches.HiddenTeacher(hidden=hidden)
       )
+    elif given and isinstance(batch.teacher, batches.HiddenTeacher):
+      (teacher_head,) = given
     model_inputs = batch.student_batch.model_inputs
     options = {**hyper_parameters._asdict(), "denominator": denominator}
-    if scorer.hidden_fn is None:
+    if isinstance(scorer, preparation.LogitsScorer):
       return distillation.prepared_opd_loss(
-        scorer.logits(model, model_inputs), batch, **options
+        scorer(model, model_inputs), batch, **options
       )
     del options["divergence"]
     return linear_vocabulary.linear_prepared_opd_loss(
-      *scorer.hidden_and_head(model, model_inputs),
+      *scorer(model, model_inputs),
       batch,
-      teacher_head=head,
+      teacher_head=teacher_head,
       **options,
     )
 
@@ -401,7 +415,7 @@ def configure_prepared_diffusion_opd(
     loss_fn,
     prepare,
     ours,
-    frozen=None if teacher is None else teacher.frozen,
+    frozen=kept,
     allow_missing_identity=allow_missing_identity,
   )
 
@@ -410,36 +424,48 @@ def _frozen(value: Any) -> frozen_arrays.Frozen | None:
   return None if value is None else frozen_arrays.Frozen.of(value)
 
 
+def _given(frozen: Any) -> tuple[str, ...]:
+  """The parameter by which a function takes what is frozen."""
+  return () if frozen is None else ("frozen",)
+
+
 def _teacher(
-  value: Any,
+  frozen: Any,
   scorer: preparation.Scorer,
   teacher_hidden_fn: preparation.HiddenFn | None,
-) -> preparation.Teacher | None:
-  """The frozen teacher, if there is one."""
+) -> preparation.HiddenScorer | linear_vocabulary.OutputHead | None:
+  """How a frozen module is scored, or a frozen head's shapes."""
   if teacher_hidden_fn is not None:
-    checks.function("teacher_hidden_fn", teacher_hidden_fn)
-    if not isinstance(value, nnx.Module):
+    preparation.check_takes(
+      "teacher_hidden_fn", teacher_hidden_fn, "frozen", "model_inputs"
+    )
+    if not isinstance(frozen, nnx.Module):
       raise checks.fail(
         ValueError,
         "teacher_hidden_fn must come with frozen=, an nnx.Module",
-        checks.describe(value),
+        checks.describe(frozen),
       )
-  if value is None:
+  if frozen is None:
     return None
-  checks.instance("frozen", value, linear_vocabulary.OutputHead, nnx.Module)
-  if scorer.hidden_fn is None:
+  is_head = isinstance(frozen, linear_vocabulary.OutputHead)
+  if not is_head and not isinstance(frozen, nnx.Module):
+    raise checks.fail(
+      TypeError,
+      "frozen must be an OutputHead or an nnx.Module",
+      checks.describe(frozen),
+    )
+  if isinstance(scorer, preparation.LogitsScorer):
     raise checks.fail(
       ValueError,
       "frozen must come with a hidden_fn, by which its teacher is compared",
       "none",
     )
-  return preparation.Teacher.of(
-    value,
-    dataclasses.replace(
-      scorer,
-      hidden_fn=teacher_hidden_fn or scorer.hidden_fn,
-      name="teacher_hidden_fn",
-    ),
+  if is_head:
+    return jax.tree.map(
+      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), frozen
+    )
+  return preparation.HiddenScorer(
+    function=teacher_hidden_fn or scorer.function, name="teacher_hidden_fn"
   )
 
 
@@ -457,8 +483,7 @@ def _configure(
   checks.boolean("allow_missing_identity", allow_missing_identity)
   generation, steps, previous = hook.check_trainer(trainer)
   if frozen is not None:
-    for name in generation.donated:
-      frozen.check_unshared(name, getattr(trainer, name))
+    hook.check_unshared(trainer, generation, steps, frozen)
   hook.resume(trainer, previous, ours, allow_missing_identity)
   hook.install(
     trainer,

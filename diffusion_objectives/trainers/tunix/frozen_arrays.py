@@ -39,24 +39,18 @@ class Frozen:
     """Takes a pytree or module apart as it is now.
 
     Raises:
-      TypeError: there is no array in it, or an abstract one.
+      TypeError: there is no array in it, an abstract or deleted one, or in a
+        pytree anything else.
     """
+    for leaf in jax.tree.leaves(value, is_leaf=_is_of_nnx):
+      if not _is_of_nnx(leaf):
+        _check_array(leaf)
     graph, state = nnx.split(value)
     leaves, tree = jax.tree.flatten(state)
     for leaf in leaves:
-      is_array = isinstance(leaf, jax.Array | np.ndarray | np.generic)
-      if not is_array or isinstance(leaf, jax.core.Tracer):
-        raise checks.fail(
-          TypeError,
-          "frozen must hold arrays outside of any trace",
-          checks.describe(leaf),
-        )
+      _check_array(leaf)
     if not leaves:
-      raise checks.fail(
-        TypeError,
-        "frozen must be a pytree of arrays or an nnx.Module",
-        checks.describe(value),
-      )
+      raise _no_arrays("none")
     arrays = (x if isinstance(x, jax.Array) else jnp.array(x) for x in leaves)
     return cls((graph, tree), tuple(arrays))
 
@@ -66,7 +60,7 @@ class Frozen:
     return nnx.merge(graph, jax.tree.unflatten(tree, arrays))
 
   def check_unshared(self, name: str, donated: Any) -> None:
-    """Refuses arrays that a step would hand over to the compiler.
+    """Refuses arrays of a module that a step hands over to the compiler.
 
     Raises:
       ValueError: one of them is frozen.
@@ -82,19 +76,49 @@ class Frozen:
       )
 
   def place(self) -> None:
-    """Replicates over the mesh what lies elsewhere, once and for all steps."""
+    """Replicates over the mesh what lies elsewhere, once and for all steps.
+
+    The compiler wants one order of devices in all arguments.
+    """
     mesh = pxla.thread_resources.env.physical_mesh
     if mesh.empty or mesh == self.mesh:
       return
     self.mesh = mesh
-    devices = set(mesh.devices.flat)
+    devices = list(mesh.devices.flat)
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     self.arrays = tuple(
       array
-      if array.sharding.device_set == devices
+      if list(array.sharding.devices_indices_map(array.shape)) == devices
       else jax.device_put(array, everywhere)
       for array in self.arrays
     )
+
+
+def _is_of_nnx(node: Any) -> bool:
+  return isinstance(node, nnx.Module | nnx.Variable)
+
+
+def _no_arrays(received: str) -> Exception:
+  return checks.fail(
+    TypeError, "frozen must be an nnx.Module or a pytree of arrays", received
+  )
+
+
+def _check_array(leaf: Any) -> None:
+  is_array = checks.is_array(leaf) and isinstance(
+    leaf, jax.Array | np.ndarray | np.generic
+  )
+  if not is_array:
+    raise _no_arrays(f"{checks.describe(leaf)} in it")
+  if isinstance(leaf, jax.core.Tracer):
+    raise _no_arrays(f"{checks.describe(leaf)} of a trace")
+  if isinstance(leaf, jax.Array):
+    if leaf.is_deleted():
+      raise _no_arrays(f"{checks.describe(leaf)} that was deleted")
+  elif not any(
+    jnp.issubdtype(leaf.dtype, kind) for kind in (np.number, np.bool_)
+  ):
+    raise _no_arrays(f"{checks.describe(leaf)} in it")
 
 
 @pytree.record

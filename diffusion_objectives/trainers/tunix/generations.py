@@ -83,7 +83,8 @@ class Generation:
     start_window: `(trainer, hook)`, empties the accumulator.
     compile_steps: the method that compiles the steps and returns them.
     kept_steps: compiled steps that the trainer reads from attributes.
-    donated: attributes whose arrays a compiled step may overwrite.
+    donated: `(trainer, accumulation_steps)`, the attributes whose arrays a
+      compiled step may overwrite.
     replaced: methods that are not called; they must be Tunix's own.
   """
 
@@ -98,7 +99,7 @@ class Generation:
   start_window: Callable[[Any, Any], None]
   compile_steps: str
   kept_steps: tuple[str, ...]
-  donated: tuple[str, ...]
+  donated: Callable[[Any, int], tuple[str, ...]]
   replaced: tuple[str, ...]
 
 
@@ -359,7 +360,7 @@ MULTI_STEPS = Generation(
   start_window=_start_multi_steps,
   compile_steps="jit_train_and_eval_step",
   kept_steps=(),
-  donated=("optimizer",),
+  donated=lambda trainer, steps: ("optimizer",),
   replaced=(
     "_train_step",
     "_eval_step",
@@ -421,13 +422,16 @@ def _accumulator_factories(trainer, hook):
   factories = _own_factories(
     trainer, "create_train_step_fn", "create_eval_step_fn"
   )
-  is_single = (
-    hook.accumulation_steps == 1
-    and trainer.config.max_seq_token_per_tpu is None
-  )
-  if is_single:  # the trainer's own step would pass its accumulator by
+  if _is_single(
+    trainer, hook.accumulation_steps
+  ):  # the trainer's own step would pass its accumulator by
     factories["create_train_step_fn"] = lambda: train_step
   return factories
+
+
+def _is_single(trainer, steps):
+  """Whether a window is one micro-batch."""
+  return steps == 1 and trainer.config.max_seq_token_per_tpu is None
 
 
 def _start_accumulator(trainer, hook):
@@ -455,7 +459,7 @@ ACCUMULATOR = Generation(
   start_window=_start_accumulator,
   compile_steps="jit_train_and_eval_step",
   kept_steps=(),
-  donated=("optimizer",),
+  donated=lambda trainer, steps: ("optimizer", "grad_accumulator"),
   replaced=("_train_step", "create_train_step_fn"),
 )
 
@@ -486,6 +490,13 @@ def _two_executables_factories(trainer, hook):
   }
 
 
+def _donated_by_two_executables(trainer, steps):
+  donated = ("optimizer", "grad_accumulator")
+  if _is_single(trainer, steps):  # the two are one executable
+    return donated
+  return ("model", *donated)
+
+
 TWO_EXECUTABLES = Generation(
   name="Tunix main's PeftTrainerV2",
   mark="create_update_step_fn",
@@ -508,7 +519,7 @@ TWO_EXECUTABLES = Generation(
   start_window=_start_accumulator,
   compile_steps="jit_fwd_bwd_update_and_eval_step",
   kept_steps=("_jitted_train_step_fn",),
-  donated=("model", "optimizer"),
+  donated=_donated_by_two_executables,
   replaced=("_train_step", "create_train_step_fn", "create_update_step_fn"),
 )
 

@@ -12,6 +12,7 @@ import jax
 
 from diffusion_objectives._core import checks
 from diffusion_objectives.objectives import linear_vocabulary
+from diffusion_objectives.trainers.tunix import preparation
 
 # Classes whose head is known here, by module and name: a network is looked at
 # only where Tunix has been imported.
@@ -19,6 +20,9 @@ _KNOWN = (
   ("tunix.models.qwen3.model", "Qwen3"),
   ("tunix.models.gemma3.model", "Gemma3"),
 )
+
+# What their logits come from: a class that overrides one may have others.
+_OF_LOGITS = ("__call__", "compute_final_logits")
 
 # Where a network keeps what it was asked to output beside its logits.
 _SOWN = "all_hidden_states"
@@ -39,7 +43,7 @@ def model_hidden_and_head(
     model: a `Qwen3` or `Gemma3` of `tunix.models`, with or without LoRA.
     model_inputs: a mapping of keyword arguments.
     lora_scale: what the product of a LoRA pair on `lm_head` is multiplied by;
-      None takes alpha / rank of the qwix rule.
+      None takes alpha / rank of the qwix rule. Refused where there is none.
 
   Returns:
     `[batch, length, features]` hidden states and their `OutputHead`. Where the
@@ -47,10 +51,12 @@ def model_hidden_and_head(
     `dataclasses.replace(head, vocabulary_size=...)`.
 
   Raises:
-    TypeError: `model_inputs` is no mapping, another network, or a quantized
-      head.
+    TypeError: `model_inputs` is no mapping; another network, also a subclass
+      that overrides how logits are computed; another head; or a head that qwix
+      quantizes.
     ValueError: `model` still holds sown hidden states, a scale that cannot be
-      read or is not finite, or dropout between hidden states and head.
+      read, is not finite or is of no pair, or dropout between hidden states and
+      head.
 
   Example:
     >>> from flax import nnx
@@ -69,22 +75,39 @@ def model_hidden_and_head(
     >>> hidden.shape, head.kernel.shape, head.layout
     ((2, 3, 16), (24, 16), 'vocabulary_features')
   """
-  if not isinstance(model_inputs, Mapping):
-    raise checks.fail(
-      TypeError,
-      "model_inputs must be a mapping of the model's keyword arguments",
-      checks.describe(model_inputs),
-    )
-  lineage = {(cls.__module__, cls.__name__) for cls in type(model).__mro__}
-  if not lineage & set(_KNOWN):
-    raise checks.fail(
-      TypeError,
-      "model must be Tunix's Qwen3 or Gemma3 (else give a hidden_fn(model,"
-      " model_inputs) that returns (hidden [batch, length, features],"
-      " OutputHead))",
-      checks.describe(model),
-    )
-  return _hidden(model, model_inputs), _head(model, lora_scale)
+  preparation.check_model_inputs(model_inputs)
+  _check_known(model)
+  head = _head(model, lora_scale)  # all is refused before the network runs
+  return _hidden(model, model_inputs), head
+
+
+def _check_known(model: Any) -> None:
+  """Refuses a network whose logits may be others than those known here."""
+  received = checks.describe(model)
+  for cls in type(model).__mro__:
+    if (cls.__module__, cls.__name__) in _KNOWN:
+      return
+    changed = [
+      name
+      for name in _OF_LOGITS
+      if name in vars(cls) and not _is_theirs(vars(cls)[name])
+    ]
+    if changed:
+      received = f"{cls.__name__} with a {changed[0]} of its own"
+      break
+  raise checks.fail(
+    TypeError,
+    "model must be Tunix's Qwen3 or Gemma3 (else give a hidden_fn(model,"
+    " model_inputs) that returns (hidden [batch, length, features],"
+    " OutputHead))",
+    received,
+  )
+
+
+def _is_theirs(method_or_class: Any) -> bool:
+  """Whether it was defined by Tunix's networks or by qwix."""
+  module = getattr(method_or_class, "__module__", "")
+  return f"{module}.".startswith(("tunix.models.", "qwix."))
 
 
 def _hidden(model: Any, model_inputs: Mapping[str, Any]) -> jax.Array:
@@ -104,27 +127,41 @@ def _hidden(model: Any, model_inputs: Mapping[str, Any]) -> jax.Array:
 
 
 def _head(model: Any, lora_scale: float | None) -> linear_vocabulary.OutputHead:
-  soft_cap = getattr(model.config, "final_logit_softcap", None)
-  if not hasattr(model, "lm_head"):
-    return linear_vocabulary.OutputHead(
-      kernel=_weight(model.embedder, "input_embedding"),
-      layout="vocabulary_features",
-      soft_cap=soft_cap,
-    )
-  head = model.lm_head
+  is_tied = not hasattr(model, "lm_head")
+  head = model.embedder if is_tied else model.lm_head
+  rules = _head_rules(model, is_tied)
+  for rule in rules:
+    if rule.weight_qtype is not None or rule.act_qtype is not None:
+      raise checks.fail(
+        TypeError, "the head must not be quantized by qwix", f"{rule!r}"
+      )
   low_rank = None
-  if hasattr(head, "w_lora_a"):
+  if not is_tied and hasattr(head, "w_lora_a"):
     a, b = head.w_lora_a.get_value(), head.w_lora_b.get_value()
-    scale = _lora_scale(model) if lora_scale is None else lora_scale
+    scale = _lora_scale(model, rules) if lora_scale is None else lora_scale
     low_rank = (a * checks.finite_real("lora_scale", scale), b)
+  elif lora_scale is not None:
+    raise checks.fail(
+      ValueError,
+      "lora_scale must come with a LoRA pair on lm_head",
+      f"{lora_scale} and a head without one",
+    )
   return linear_vocabulary.OutputHead(
-    kernel=_weight(head, "w"), low_rank=low_rank, soft_cap=soft_cap
+    kernel=_weight(head, "input_embedding" if is_tied else "w"),
+    layout="vocabulary_features" if is_tied else "features_vocabulary",
+    low_rank=low_rank,
   )
 
 
 def _weight(module: Any, name: str) -> jax.Array:
   """A module's weight in the dtype that the module multiplies in."""
-  weight = getattr(module, name)
+  weight = getattr(module, name, None)
+  if not _is_theirs(type(module)) or weight is None:
+    raise checks.fail(
+      TypeError,
+      f"the head must be of Tunix's own class, with {name}",
+      checks.describe(module),
+    )
   if not isinstance(weight, nnx.Variable) or not hasattr(
     weight.get_value(), "astype"
   ):
@@ -137,16 +174,35 @@ def _weight(module: Any, name: str) -> jax.Array:
   return value.astype(getattr(module, "dtype", value.dtype))
 
 
-# qwix keeps no scale with a LoRA pair: it is the rule's, which only the class
-# that qwix made of the network's refers to.
+# qwix keeps no scale with a LoRA pair, and nothing with a weight that it
+# quantizes in each call: it is the rule's, which only the class that qwix made
+# of the network's refers to.
 
 
-def _lora_scale(model: Any) -> float:
-  for rule in _rules(type(model).__call__):
-    is_of_head = re.fullmatch(rule.module_path, "lm_head") and (
-      not rule.op_names or "einsum" in rule.op_names
+def _head_rules(model: Any, is_tied: bool) -> list[Any]:
+  """The rules that qwix applies to the head: the first of each operation."""
+  path, operations = (
+    ("embedder", ("dot", "dot_general"))
+    if is_tied
+    else ("lm_head", ("einsum",))
+  )
+  of_path = [
+    rule
+    for rule in _rules(type(model).__call__)
+    if re.fullmatch(rule.module_path, path)
+  ]
+  first = (
+    next(
+      (r for r in of_path if not r.op_names or operation in r.op_names), None
     )
-    if not is_of_head:
+    for operation in operations
+  )
+  return [rule for rule in first if rule is not None]
+
+
+def _lora_scale(model: Any, rules: list[Any]) -> float:
+  for rule in rules:
+    if not hasattr(rule, "alpha"):
       continue
     if rule.dropout:
       raise checks.fail(

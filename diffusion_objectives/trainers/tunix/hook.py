@@ -169,6 +169,17 @@ def resume(
   )
 
 
+def check_unshared(
+  trainer: Any,
+  generation: generations.Generation,
+  steps: int,
+  frozen: frozen_arrays.Frozen,
+) -> None:
+  """Refuses frozen arrays that the trainer donates to its compiled steps."""
+  for name in generation.donated(trainer, steps):
+    frozen.check_unshared(name, getattr(trainer, name))
+
+
 def install(trainer: Any, hook: Hook) -> None:
   """Sets the attributes that docs/trainers.md lists."""
   cls = type(trainer)
@@ -259,6 +270,7 @@ def install(trainer: Any, hook: Hook) -> None:
   def compile_steps(*args, **kwargs):
     if hook.frozen:
       hook.frozen.place()
+      check_unshared(trainer, generation, hook.accumulation_steps, hook.frozen)
     steps = own_compile_steps(*args, **kwargs)
     for name in generation.kept_steps:
       setattr(trainer, name, supplied(getattr(trainer, name)))

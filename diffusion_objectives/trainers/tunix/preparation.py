@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Mapping
 import dataclasses
+import inspect
 from typing import Any
 
 from flax import nnx
@@ -11,6 +12,7 @@ import jax
 from diffusion_objectives import batches
 from diffusion_objectives._core import checks
 from diffusion_objectives.objectives import linear_vocabulary
+from diffusion_objectives.objectives.linear_vocabulary import head as heads
 from diffusion_objectives.trainers.tunix import frozen_arrays
 from diffusion_objectives.trainers.tunix import identity
 
@@ -42,14 +44,19 @@ def model_logits(model: nnx.Module, model_inputs: Any) -> jax.Array:
     >>> model_logits(table, {"inputs": jnp.array([[1, 2]])}).shape
     (1, 2, 8)
   """
+  check_model_inputs(model_inputs)
+  result = model(**model_inputs)
+  return result[0] if isinstance(result, tuple) else result
+
+
+def check_model_inputs(model_inputs: Any) -> None:
+  """Checks what a network is called with by name."""
   if not isinstance(model_inputs, Mapping):
     raise checks.fail(
       TypeError,
       "model_inputs must be a mapping of the model's keyword arguments",
       checks.describe(model_inputs),
     )
-  result = model(**model_inputs)
-  return result[0] if isinstance(result, tuple) else result
 
 
 def token_batch(batch: Any) -> batches.DiffusionTokenBatch:
@@ -101,48 +108,34 @@ def _has_token_fields(batch: Any) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scorer:
-  """How a network is scored: by its logits, or by hidden states and head.
+class LogitsScorer:
+  """How a network is scored: by its logits."""
 
-  One of the functions is None.
-  """
+  function: LogitsFn
 
-  logits_fn: LogitsFn | None
-  hidden_fn: HiddenFn | None
+  def __call__(self, model: Any, model_inputs: Any, *given: Any) -> jax.Array:
+    return self.function(model, model_inputs, *given)
+
+  def check_output(
+    self, logits: Any, tokens: batches.DiffusionTokenBatch
+  ) -> int:
+    """Checks shapes against a batch's and returns the vocabulary's size."""
+    batches.check_logits("logits", logits, tokens)
+    return logits.shape[-1]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HiddenScorer:
+  """How a network is scored: by hidden states and head."""
+
+  function: HiddenFn
   name: str = "hidden_fn"
 
-  @classmethod
-  def of(
-    cls,
-    logits_fn: LogitsFn | None,
-    hidden_fn: HiddenFn | None,
-    *,
-    logits_name: str = "logits_fn",
-  ) -> "Scorer":
-    """Takes one of them, or the default where none is given."""
-    for name, value in ((logits_name, logits_fn), ("hidden_fn", hidden_fn)):
-      if value is not None:
-        checks.function(name, value)
-    if hidden_fn is None:
-      return cls(logits_fn=logits_fn or model_logits, hidden_fn=None)
-    if logits_fn is not None:
-      raise checks.fail(
-        ValueError,
-        f"at most one of {logits_name} and hidden_fn must be given",
-        "both",
-      )
-    return cls(logits_fn=None, hidden_fn=hidden_fn)
-
-  def logits(self, model: Any, model_inputs: Any, *given: Any) -> jax.Array:
-    assert self.logits_fn is not None
-    return self.logits_fn(model, model_inputs, *given)
-
-  def hidden_and_head(
+  def __call__(
     self, model: Any, model_inputs: Any, *given: Any
   ) -> tuple[jax.Array, linear_vocabulary.OutputHead]:
-    """The checked result of `hidden_fn`."""
-    assert self.hidden_fn is not None
-    result = self.hidden_fn(model, model_inputs, *given)
+    """The checked result of the function."""
+    result = self.function(model, model_inputs, *given)
     is_pair = isinstance(result, tuple) and len(result) == 2
     if not is_pair or not isinstance(result[1], linear_vocabulary.OutputHead):
       received = (
@@ -158,79 +151,60 @@ class Scorer:
       )
     hidden, head = result
     batches.check_hidden(f"the {self.name}'s hidden", hidden)
-    check_features(f"the {self.name}'s hidden", hidden, head)
+    heads.check_features(f"the {self.name}'s hidden", hidden, head)
     return hidden, head
 
-  def vocabulary_size(
+  def check_output(
     self,
-    model: Any,
+    output: tuple[Any, linear_vocabulary.OutputHead],
     tokens: batches.DiffusionTokenBatch,
-    frozen: frozen_arrays.Frozen | None = None,
   ) -> int:
-    """Of the network's output on a batch, by its shapes alone."""
-    arrays = frozen.arrays if frozen else ()
-
-    def outputs(model, model_inputs, arrays):
-      given = (frozen.rebuild(arrays),) if frozen else ()
-      if self.hidden_fn is None:
-        return self.logits(model, model_inputs, *given)
-      return self.hidden_and_head(model, model_inputs, *given)
-
-    result = nnx.eval_shape(outputs, model, tokens.model_inputs, arrays)
-    if self.hidden_fn is None:
-      batches.check_logits("logits", result, tokens)
-      return result.shape[-1]
-    hidden, head = result
+    """Checks shapes against a batch's and returns the vocabulary's size."""
+    hidden, head = output
     batches.check_hidden(f"the {self.name}'s hidden", hidden, tokens)
     return head.size
 
 
-def check_features(
-  name: str, hidden: Any, head: linear_vocabulary.OutputHead
-) -> None:
-  """Checks that a head can be applied to hidden states."""
-  if hidden.shape[-1] != head.features:
+Scorer = LogitsScorer | HiddenScorer
+
+
+def scorer_of(
+  logits_fn: LogitsFn | None,
+  hidden_fn: HiddenFn | None,
+  *,
+  logits_name: str = "logits_fn",
+  parameters: tuple[str, ...] = ("model", "model_inputs"),
+) -> Scorer:
+  """Takes one of the functions, or the default where none is given."""
+  for name, value in ((logits_name, logits_fn), ("hidden_fn", hidden_fn)):
+    if value is not None:
+      check_takes(name, value, *parameters)
+  if hidden_fn is None:
+    return LogitsScorer(function=logits_fn or model_logits)
+  if logits_fn is not None:
     raise checks.fail(
       ValueError,
-      f"{name} must have the features of its OutputHead, {head.features}",
-      checks.describe(hidden),
+      f"at most one of {logits_name} and hidden_fn must be given",
+      "both",
     )
+  return HiddenScorer(function=hidden_fn)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Teacher:
-  """A teacher that is frozen: its head, or all of it.
-
-  Attributes:
-    frozen: its arrays.
-    head: where batches bring its hidden states.
-    scorer: where the compiled step scores it.
-  """
-
-  frozen: frozen_arrays.Frozen
-  head: linear_vocabulary.OutputHead | None
-  scorer: Scorer | None
-
-  @classmethod
-  def of(cls, value: Any, scorer: Scorer | None) -> "Teacher":
-    is_module = isinstance(value, nnx.Module)
-    return cls(
-      frozen=frozen_arrays.Frozen.of(value),
-      head=None if is_module else value,
-      scorer=scorer if is_module else None,
-    )
-
-  def vocabulary_size(self, tokens: batches.DiffusionTokenBatch) -> int:
-    if self.head is not None:
-      return self.head.size
-    scorer = self.scorer
-    assert scorer is not None
-
-    def hidden_fn(arrays, model_inputs):
-      return scorer.hidden_and_head(self.frozen.rebuild(arrays), model_inputs)
-
-    rebuilt = dataclasses.replace(scorer, hidden_fn=hidden_fn)
-    return rebuilt.vocabulary_size(self.frozen.arrays, tokens)
+def check_takes(name: str, function: Any, *parameters: str) -> None:
+  """Checks that a function can be called with so many arguments."""
+  checks.function(name, function)
+  try:
+    signature = inspect.signature(function)
+  except ValueError:  # a builtin has none
+    return
+  try:
+    signature.bind(*parameters)
+  except TypeError:
+    raise checks.fail(
+      TypeError,
+      f"{name} must take ({', '.join(parameters)})",
+      f"({', '.join(map(str, signature.parameters.values()))})",
+    ) from None
 
 
 @dataclasses.dataclass
@@ -239,6 +213,15 @@ class Preparation:
 
   It fixes the denominator's unit by the first batch, learns the vocabulary's
   size from the scorer's shapes, and checks values.
+
+  Attributes:
+    kind: of the batch.
+    frozen: the teacher where `teacher` is a scorer, the head of hidden teachers
+      where it is a head, else the third argument of `scorer`'s function.
+    teacher: how the frozen network is scored, or the frozen head by its shapes.
+    uses_teacher: whether the loss has a term of the teacher.
+    unit: of the denominator, once it is known.
+    vocabulary_size: of the scorer's output, once it is known.
   """
 
   kind: type
@@ -249,8 +232,9 @@ class Preparation:
   check_values: bool
   identity: identity.Identity
   value_options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
-  frozen: frozen_arrays.Frozen | None = None  # what the scorer takes
-  teacher: Teacher | None = None
+  frozen: frozen_arrays.Frozen | None = None
+  teacher: HiddenScorer | linear_vocabulary.OutputHead | None = None
+  uses_teacher: bool = False
   unit: str | None = None
   vocabulary_size: int | None = None
 
@@ -278,10 +262,13 @@ class Preparation:
         f" {self.unit!r}",
         f"one of unit {unit!r}",
       )
-    if not is_of_tokens:
-      self._check_teacher(batch.teacher)
+    head = None
+    if self.uses_teacher and not is_of_tokens:
+      head = self._head_of(batch.teacher)
     if self.vocabulary_size is None:
       self.vocabulary_size = self._vocabulary_size(tokens)
+    if head is not None:
+      _check_one_vocabulary(head.size, self.vocabulary_size)
     if self.check_values:
       batch.check_values(self.vocabulary_size, **self.value_options)
     if self.unit is None:  # fixed by the first batch that passed
@@ -289,28 +276,63 @@ class Preparation:
       self.unit = unit
     return batch
 
-  def _check_teacher(self, teacher: Any) -> None:
-    """Refuses a teacher's hidden states without the head that they need."""
+  def _head_of(self, teacher: Any) -> linear_vocabulary.OutputHead | None:
+    """The head that a teacher's hidden states need, if it is one of these."""
     if not isinstance(teacher, batches.HiddenTeacher):
-      return
-    head = self.teacher.head if self.teacher else None
-    if head is None:
+      return None
+    head = self.teacher
+    if not isinstance(head, linear_vocabulary.OutputHead):
       raise checks.fail(
         ValueError,
         "a HiddenTeacher must come with its head, hidden_fn= and"
         " frozen=OutputHead",
         "none",
       )
-    check_features("teacher hidden", teacher.hidden, head)
+    heads.check_features("teacher hidden", teacher.hidden, head)
+    return head
 
   def _vocabulary_size(self, tokens: batches.DiffusionTokenBatch) -> int:
-    size = self.scorer.vocabulary_size(self.trainer.model, tokens, self.frozen)
-    if self.teacher is not None:
-      theirs = self.teacher.vocabulary_size(tokens)
-      if theirs != size:
-        raise checks.fail(
-          ValueError,
-          "teacher and student must have one vocabulary",
-          f"teacher {theirs} and student {size}",
-        )
+    model = self.trainer.model
+    if self.teacher is None and self.frozen is not None:
+      return _output_size(self.scorer, tokens, model, self.frozen)
+    size = _output_size(self.scorer, tokens, model)
+    if isinstance(self.teacher, HiddenScorer) and self.frozen is not None:
+      theirs = _output_size(self.teacher, tokens, self.frozen)
+      _check_one_vocabulary(theirs, size)
     return size
+
+
+def _check_one_vocabulary(theirs: int, ours: int) -> None:
+  if theirs != ours:
+    raise checks.fail(
+      ValueError,
+      "teacher and student must have one vocabulary",
+      f"teacher {theirs} and student {ours}",
+    )
+
+
+def _output_size(
+  scorer: Scorer, tokens: batches.DiffusionTokenBatch, *held: Any
+) -> int:
+  """The vocabulary's size, by the shapes of a scorer's output alone.
+
+  Args:
+    scorer: which is called.
+    tokens: the batch that it scores.
+    *held: what it takes beside `model_inputs`, each as it is or `Frozen`.
+  """
+  is_frozen = [isinstance(one, frozen_arrays.Frozen) for one in held]
+
+  def output(model_inputs, *arguments):
+    model, *given = (
+      one.rebuild(argument) if frozen else argument
+      for one, argument, frozen in zip(held, arguments, is_frozen, strict=True)
+    )
+    return scorer(model, model_inputs, *given)
+
+  arguments = (
+    one.arrays if frozen else one
+    for one, frozen in zip(held, is_frozen, strict=True)
+  )
+  result = nnx.eval_shape(output, tokens.model_inputs, *arguments)
+  return scorer.check_output(result, tokens)
