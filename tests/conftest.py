@@ -1,6 +1,7 @@
 """Stricter than users: several devices, strict promotion, fixed profiles."""
 
 import os
+import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
@@ -23,3 +24,14 @@ hypothesis.settings.register_profile(
   "nightly", max_examples=1000, deadline=None
 )
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+
+def pytest_runtest_teardown() -> None:
+  """Drops compiled programs before the process has no room for more.
+
+  Each takes some of the memory maps of which Linux grants a process 65,530;
+  beyond them the compiler crashes.
+  """
+  maps = pathlib.Path("/proc/self/maps")
+  if maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
+    jax.clear_caches()
