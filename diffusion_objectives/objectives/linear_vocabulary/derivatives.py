@@ -208,7 +208,7 @@ def _once_jvp(primals, tangents):
 
 def _refuse(*_):
   raise checks.fail(
-    NotImplementedError,
+    ValueError,
     "a gradient of a linear-vocabulary loss must be differentiated in forward"
     " mode (jax.jvp, jax.jacfwd) or taken from the dense loss",
     "reverse mode over reverse mode",

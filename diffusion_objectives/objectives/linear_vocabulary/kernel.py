@@ -56,7 +56,7 @@ class Operands(NamedTuple):
 
 
 class Result(NamedTuple):
-  """Values (None where the statistics were given), statistics, gradients."""
+  """Values and statistics by tokens, and gradients."""
 
   values: Any
   statistics: Any
@@ -234,7 +234,7 @@ def _second_pass(
   tile: Any,
   sums: Gradients,
 ) -> tuple[dict[str, jax.Array], jax.Array | None, Gradients]:
-  """Terms of (2), and gradients.
+  """The divergence's terms, and gradients (`terms`, `projection`).
 
   Returns:
     Values by name, where the divergence is formed from terms; the gradient in

@@ -81,7 +81,7 @@ def linear_weighted_cross_entropy_loss(
       that is not positive, an unknown implementation, or an unknown or
       unavailable denominator. Under trace, values that
       `batch.check_values(head.size)` refuses give NaN.
-    NotImplementedError: reverse mode over reverse mode. (Forward mode alone is
+    ValueError: reverse mode over reverse mode. (Forward mode alone is
       JAX's own `TypeError`.)
 
   Example:
@@ -169,7 +169,7 @@ def linear_forward_kl_loss(
       `HiddenTeacher` or the reverse, or as
       `linear_weighted_cross_entropy_loss`. Under trace, values that
       `batch.check_values` refuses give NaN.
-    NotImplementedError: reverse mode over reverse mode. (Forward mode alone is
+    ValueError: reverse mode over reverse mode. (Forward mode alone is
       JAX's own `TypeError`.)
 
   Example:
@@ -260,7 +260,7 @@ def linear_prepared_opd_loss(
   Raises:
     TypeError, ValueError: as `linear_forward_kl_loss`; or a negative
       coefficient, or both 0.
-    NotImplementedError: reverse mode over reverse mode. (Forward mode alone is
+    ValueError: reverse mode over reverse mode. (Forward mode alone is
       JAX's own `TypeError`.)
 
   Example:
@@ -347,7 +347,7 @@ def linear_token_log_probs(
 
   Raises:
     TypeError, ValueError: as `linear_weighted_cross_entropy_loss`.
-    NotImplementedError: reverse mode over reverse mode. (Forward mode alone is
+    ValueError: reverse mode over reverse mode. (Forward mode alone is
       JAX's own `TypeError`.)
 
   Example:
