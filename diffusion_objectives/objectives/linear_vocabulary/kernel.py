@@ -210,6 +210,7 @@ def _block(
     student=before(head, operands.hidden),
     teacher=teacher,
     keeps=(keeps, keeps and teacher_head is not None),
+    is_valued=operands.statistics is None,
     targets=jax.tree.map(take, operands.targets),
     listed=listed,
     scales=jax.tree.map(

@@ -96,7 +96,7 @@ def _categories(block: tokens.Block, stats: statistics.Statistics) -> jax.Array:
 
 def start(block: tokens.Block) -> tuple[jax.Array, ...]:
   """Of no columns yet: `D`, `sum p u`, `sum q v`; none without logits `y`."""
-  if block.teacher is None:
+  if block.teacher is None or not block.is_valued:
     return ()
   shape = block.student.hidden.shape[:1]
   return tuple(jnp.zeros(shape, block.student.dtype) for _ in range(3))
@@ -132,8 +132,9 @@ def of_columns(
   if y is not None:
     p, q, d, u, v = _pair(stats, z, y, form.temperature)
     divergence, slope = divergences.forward_kl(p, q, d)
-    summed = (divergence, numerics.product(p, u), numerics.product(q, v))
-    sums = tuple(jnp.sum(term, axis=1) for term in summed)
+    if block.is_valued:
+      summed = (divergence, numerics.product(p, u), numerics.product(q, v))
+      sums = tuple(jnp.sum(term, axis=1) for term in summed)
     parts.append(form.soft / form.temperature * slope)
   if not is_differentiated:
     return sums, None

@@ -60,6 +60,7 @@ class Block(NamedTuple):
       where the teacher is none or a list.
     keeps: whether the second pass reads the student's and the teacher's logits
       of the first, or forms them again.
+    is_valued: whether the divergence's terms are wanted, not its slope alone.
     targets: `[c]` or None.
     listed: the teacher's list, or None.
     scales: `[c]`, or None.
@@ -71,6 +72,7 @@ class Block(NamedTuple):
   student: projection.Projection
   teacher: Any
   keeps: tuple[bool, bool]
+  is_valued: bool
   targets: Any
   listed: Any
   scales: Any
