@@ -8,6 +8,7 @@ refuse becomes NaN, in the value and in the gradient, never a finite number.
 
 from collections.abc import Callable
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -167,13 +168,16 @@ def _exp_minus_tangent(d: jax.Array) -> jax.Array:
   """`exp(d) - 1 - d` for `|d| <= 1`, to full relative accuracy.
 
   The Taylor series from its quadratic term on: `expm1(d) - d` would cancel.
-  The last term kept is below half an ulp of the first.
+  The first term left out is below half an ulp of the first.
   """
   terms = 10 if d.dtype == jnp.float32 else 19
-  tail = jnp.ones_like(d)
-  for n in range(terms + 1, 2, -1):
-    tail = 1 + tail * (d / n)
-  return d * d / 2 * tail
+  tail = [1 / math.factorial(n) for n in range(2, terms + 2)]
+  power = d
+  while len(tail) > 1:  # pairs are independent of each other, and soon done
+    last = tail[2 * (len(tail) // 2) :]
+    tail = [x + power * y for x, y in zip(tail[::2], tail[1::2])] + last
+    power *= power
+  return d * d * tail[0]
 
 
 def difference(p: jax.Array, q: jax.Array, d: jax.Array) -> jax.Array:
@@ -182,8 +186,13 @@ def difference(p: jax.Array, q: jax.Array, d: jax.Array) -> jax.Array:
 
 
 def product(x: jax.Array, y: jax.Array) -> jax.Array:
-  """`x y`, and 0 where `x` is 0, whatever `y` is."""
-  return x * jnp.where(x == 0, 0, y)
+  """`x y`, and 0 where `x` is 0, whatever `y` is.
+
+  The inner choice keeps the derivative finite; the outer one changes nothing
+  but that XLA's CPU backend sums a choice faster than a product.
+  """
+  is_zero = x == 0
+  return jnp.where(is_zero, 0, x * jnp.where(is_zero, 0, y))
 
 
 def kl_terms(x: jax.Array, y: jax.Array, e: jax.Array) -> jax.Array:
