@@ -499,7 +499,8 @@ def product_forms(name: str, size: Size, limit: int):
         yield label, functools.partial(compile_for(run, *stored), *stored)
 
 
-def floor_candidates(size: Size, limit: int, keep: int = 2):
+@functools.lru_cache(maxsize=1)  # one trial for all losses of a size
+def _candidates(size: Size, limit: int, keep: int = 2):
   """The fastest forms of each product, from one short trial of all."""
   found = {}
   for name in PRODUCTS:
@@ -514,6 +515,11 @@ def floor_candidates(size: Size, limit: int, keep: int = 2):
     for label in best:
       found[name, label] = forms[label]
   return found
+
+
+def floor_candidates(size: Size, limit: int):
+  """The fastest forms of each product, whatever the loss."""
+  return _candidates(dataclasses.replace(size, kind="ce"), limit)
 
 
 def products_of(size: Size, has_gradients: bool = True) -> dict[str, int]:

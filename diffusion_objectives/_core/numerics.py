@@ -8,7 +8,9 @@ refuse becomes NaN, in the value and in the gradient, never a finite number.
 
 from collections.abc import Callable
 import functools
+import itertools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -171,11 +173,11 @@ def _exp_minus_tangent(d: jax.Array) -> jax.Array:
   The first term left out is below half an ulp of the first.
   """
   terms = 10 if d.dtype == jnp.float32 else 19
-  tail = [1 / math.factorial(n) for n in range(2, terms + 2)]
+  tail: list[Any] = [1 / math.factorial(n) for n in range(2, terms + 2)]
   power = d
-  while len(tail) > 1:  # pairs are independent of each other, and soon done
-    last = tail[2 * (len(tail) // 2) :]
-    tail = [x + power * y for x, y in zip(tail[::2], tail[1::2])] + last
+  while len(tail) > 1:  # in pairs: a chain of sums would wait for each
+    pairs = itertools.zip_longest(tail[::2], tail[1::2], fillvalue=0)
+    tail = [x + power * y for x, y in pairs]
     power *= power
   return d * d * tail[0]
 

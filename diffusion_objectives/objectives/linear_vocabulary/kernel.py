@@ -90,7 +90,7 @@ def _run(
   """All blocks of tokens that hold one that counts."""
   head = operands.head
   count = operands.hidden.shape[0]
-  tiles = 2 if operands.teacher_head is not None else 1
+  tiles = 1 if operands.teacher_head is None else 2
   size = form.token_block or platform.tokens(head.size, tiles)
   if isinstance(count, int):  # not symbolic
     size = min(size, count)
@@ -99,54 +99,91 @@ def _run(
   zero = blocks.varying_zero(operands)
   order = jnp.argsort(~operands.is_active, stable=True).astype(jnp.int32)
   used = jnp.sum(operands.is_active, dtype=jnp.int32)
-  a, b = head.low_rank or (None, None)
-  parts: Any = (operands.hidden, head.kernel, head.bias, a, b)
-  dtype = sum_dtype(operands.hidden, head)
   is_turned = projection.is_turned(
     head,
     numerics.product_dtype(operands.hidden.dtype, head.kernel.dtype),
     platform,
   )
-  sums = Gradients(
-    *(
-      jnp.zeros(array.shape, dtype) if is_wanted else None
-      for array, is_wanted in zip(parts, wanted, strict=True)
-    )
-  )._replace(hidden=None)
-  if wanted.kernel and is_turned:
-    sums = sums._replace(kernel=sums.kernel.T)
+  width = min(form.vocabulary_block or platform.vocabulary_block, head.size)
+  columns = blocks.Columns(head.size, width)
+  kept = blocks.start(
+    zero,
+    (
+      _no_sums(wanted, operands, is_turned),
+      _no_logits(form, wanted, operands, columns, size),
+    ),
+  )
 
-  def visit(i, sums):
+  def visit(i, kept):
     slots = i * size + jnp.arange(size, dtype=jnp.int32)
     is_used = slots < used
     # Slots that are left over repeat the last token, with scale 0.
     rows = order[jnp.minimum(slots, used - 1)]
-    by_tokens, sums = _block(
-      form, wanted, platform, operands, zero, rows, is_used, sums
+    by_tokens, kept = _block(
+      form, wanted, platform, operands, columns, zero, rows, is_used, kept
     )
-    return jnp.where(is_used, rows, count), by_tokens, sums
+    return jnp.where(is_used, rows, count), by_tokens, kept
 
   def step(i, carry):
-    places, by_tokens, sums = visit(i, carry[1])
+    results, kept = carry
+    places, by_tokens, kept = visit(i, kept)
 
     def put(whole, part):
       return whole.at[places].set(part, mode="drop")
 
-    return jax.tree.map(put, carry[0], by_tokens), sums
+    return jax.tree.map(put, results, by_tokens), kept
 
-  _, shapes, _ = jax.eval_shape(visit, jnp.int32(0), sums)
+  _, shapes, _ = jax.eval_shape(visit, jnp.int32(0), kept)
   results = jax.tree.map(
     lambda part: jnp.zeros((count, *part.shape[1:]), part.dtype), shapes
   )
-  (values, statistics, hidden), sums = lax.fori_loop(
+  (values, statistics, hidden), (sums, _) = lax.fori_loop(
     0,
     blocks.number(used, size),
     step,
-    blocks.start(zero, (results, sums)),
+    (blocks.start(zero, results), kept),
   )
   if wanted.kernel and is_turned:
     sums = sums._replace(kernel=sums.kernel.T)
   return Result(values, statistics, sums._replace(hidden=hidden))
+
+
+def _no_sums(
+  wanted: Gradients, operands: Operands, is_turned: bool
+) -> Gradients:
+  """Zeros, to which the blocks of tokens add the head's gradients."""
+  head = operands.head
+  a, b = head.low_rank or (None, None)
+  parts: Any = (head.kernel, head.bias, a, b)
+  dtype = sum_dtype(operands.hidden, head)
+  sums = Gradients(
+    None,
+    *(
+      jnp.zeros(array.shape, dtype) if is_wanted else None
+      for array, is_wanted in zip(parts, wanted[1:], strict=True)
+    ),
+  )
+  if wanted.kernel and is_turned:
+    sums = sums._replace(kernel=sums.kernel.T)
+  return sums
+
+
+def _no_logits(
+  form: tokens.Form,
+  wanted: Gradients,
+  operands: Operands,
+  columns: blocks.Columns,
+  size: int,
+) -> tokens.Tile:
+  """Zeros, which every block of `size` tokens overwrites with its logits."""
+  has_teacher = form.soft and not isinstance(operands.teacher, tokens.Listed)
+  if not (form.keeps_tile and (any(wanted) or has_teacher)):
+    return None, None
+  zeros = jnp.zeros(
+    (blocks.number(columns.size, columns.block), size, columns.block),
+    sum_dtype(operands.hidden, operands.head),
+  )
+  return zeros, None if operands.teacher_head is None else zeros
 
 
 def _block(
@@ -154,27 +191,28 @@ def _block(
   wanted: Gradients,
   platform: blocks.Platform,
   operands: Operands,
+  columns: blocks.Columns,
   zero: jax.Array,
   rows: jax.Array,
   is_used: jax.Array,
-  sums: Gradients,
-) -> tuple[Any, Gradients]:
+  kept: tuple[Gradients, tokens.Tile],
+) -> tuple[Any, tuple[Gradients, tokens.Tile]]:
   """Both passes over one block of tokens.
 
   Args:
+    columns: the blocks of the vocabulary.
     zero: see `blocks.varying_zero`.
     rows: `[c]`, which tokens.
     is_used: `[c]`, False where a slot of the last block is left over.
-    sums: the head's gradients, of earlier blocks.
+    kept: the head's gradients, of earlier blocks, and a tile to write to.
 
   Returns:
     Values, statistics and the gradient in the hidden states by the block's
-    tokens, and the sums with this block's added.
+    tokens; the sums with this block's added, and the tile.
   """
+  sums, tile = kept
   head, teacher_head = operands.head, operands.teacher_head
   dtype = sum_dtype(operands.hidden, head)
-  size = min(form.vocabulary_block or platform.vocabulary_block, head.size)
-  columns = blocks.Columns(head.size, size)
 
   def take(array):
     return blocks.read(platform, blocks.rows, array, rows)
@@ -202,14 +240,12 @@ def _block(
     )
   elif operands.teacher is not None:
     teacher = teacher_logits
-  keeps = form.keeps_tile and (any(wanted) or teacher is not None)
   block = tokens.Block(
     form=form,
     columns=columns,
     zero=zero,
     student=before(head, operands.hidden),
     teacher=teacher,
-    keeps=(keeps, keeps and teacher_head is not None),
     is_valued=operands.statistics is None,
     targets=jax.tree.map(take, operands.targets),
     listed=listed,
@@ -217,14 +253,15 @@ def _block(
       lambda scales: jnp.where(is_used, take(scales), 0), operands.scales
     ),
   )
-  stats, tile = jax.tree.map(take, operands.statistics), (None, None)
+  stats = jax.tree.map(take, operands.statistics)
   if stats is None:
-    stats, tile = statistics.measure(block)
+    stats, tile = statistics.measure(block, tile)
   values, slopes = terms.of_rows(block, stats)
   sums_of_terms, hidden, sums = _second_pass(
     block, wanted, stats, slopes, tile, sums
   )
-  return (values._replace(**sums_of_terms), stats, hidden), sums
+  by_tokens = (values._replace(**sums_of_terms), stats, hidden)
+  return by_tokens, (sums, tile)
 
 
 def _second_pass(
@@ -232,7 +269,7 @@ def _second_pass(
   wanted: Gradients,
   stats: statistics.Statistics,
   slopes: Any,
-  tile: Any,
+  tile: tokens.Tile,
   sums: Gradients,
 ) -> tuple[dict[str, jax.Array], jax.Array | None, Gradients]:
   """The divergence's terms, and gradients (`terms`, `projection`).
@@ -246,16 +283,15 @@ def _second_pass(
     return {}, None, sums
   start = projection.start(student, wanted, sums)
 
-  def visit(carry, at):
+  def visit(carry, j):
     found, added = carry
-    j, kept = at
-    z, y = tokens.logits(block, j, kept)
+    z, y = tokens.logits(block, j, tile)
     more, dz = terms.of_columns(block, stats, slopes, j, z, y, any(wanted))
     if any(wanted):
       added = projection.pull_back(student, j, z, dz, added)
     return (jax.tree.map(jnp.add, found, more), added), None
 
   carry = blocks.start(block.zero, (terms.start(block), start))
-  (found, added), _ = lax.scan(visit, carry, (block.columns.indices(), tile))
+  (found, added), _ = lax.scan(visit, carry, block.columns.indices())
   hidden, sums = projection.close(student, wanted, added, sums)
   return terms.named(found, stats), hidden, sums

@@ -52,8 +52,13 @@ class Statistics(NamedTuple):
   listed: Any
 
 
-def measure(block: tokens.Block) -> tuple[Statistics, Any]:
-  """Statistics of the rows, and the tile of logits, where it is kept."""
+def measure(
+  block: tokens.Block, tile: tuple[Any, Any]
+) -> tuple[Statistics, tuple[Any, Any]]:
+  """Statistics of the rows, and the tile with their logits.
+
+  The tile is overwritten, as new ones would be filled with zeros first.
+  """
   form, columns = block.form, block.columns
   temperature = (
     form.hard_temperature if block.teacher is None else form.temperature
@@ -61,7 +66,8 @@ def measure(block: tokens.Block) -> tuple[Statistics, Any]:
   dtype = block.student.dtype
   watched = _watched(block)
 
-  def visit(picked, j):
+  def visit(carry, j):
+    picked, tile = carry
     z, y = tokens.logits(block, j)
     student = _rows(columns, j, z, temperature)
     part = Statistics(
@@ -89,14 +95,10 @@ def measure(block: tokens.Block) -> tuple[Statistics, Any]:
       z, jnp.minimum(local, columns.block - 1), axis=1
     )
     picked = jnp.where(local < columns.block, found, picked)
-    keeps_z, keeps_y = block.keeps
-    return picked, (part, (z if keeps_z else None, y if keeps_y else None))
+    return (picked, tokens.keep(tile, j, (z, y))), part
 
-  picked, (parts, tile) = lax.scan(
-    visit,
-    blocks.start(block.zero, jnp.zeros(watched.shape, dtype)),
-    columns.indices(),
-  )
+  picked = blocks.start(block.zero, jnp.zeros(watched.shape, dtype))
+  (picked, tile), parts = lax.scan(visit, (picked, tile), columns.indices())
   joined = Statistics(
     student=_join(parts.student, temperature),
     teacher=parts.teacher and _join(parts.teacher, temperature),

@@ -5,6 +5,7 @@ from typing import Any
 from typing import NamedTuple
 
 import jax
+from jax import lax
 import jax.numpy as jnp
 
 from diffusion_objectives.objectives.linear_vocabulary import blocks
@@ -58,8 +59,6 @@ class Block(NamedTuple):
     student: the hidden states before the head.
     teacher: from the index of a block of columns to the teacher's logits; None
       where the teacher is none or a list.
-    keeps: whether the second pass reads the student's and the teacher's logits
-      of the first, or forms them again.
     is_valued: whether the divergence's terms are wanted, not its slope alone.
     targets: `[c]` or None.
     listed: the teacher's list, or None.
@@ -71,22 +70,38 @@ class Block(NamedTuple):
   zero: jax.Array
   student: projection.Projection
   teacher: Any
-  keeps: tuple[bool, bool]
   is_valued: bool
   targets: Any
   listed: Any
   scales: Any
 
 
+# Logits of the student and of the teacher, `[blocks of columns, c, v]` each;
+# None where the second pass forms them again.
+Tile = tuple[jax.Array | None, jax.Array | None]
+
+
 def logits(
-  block: Block, j: jax.Array, kept: tuple[Any, Any] = (None, None)
+  block: Block, j: jax.Array, tile: Tile = (None, None)
 ) -> tuple[jax.Array, jax.Array | None]:
-  """The student's and the teacher's on one block of columns, unless kept."""
-  z, y = kept
+  """The student's and the teacher's on block `j` of columns, unless kept."""
+  z, y = (
+    None if kept is None else lax.dynamic_index_in_dim(kept, j, 0, False)
+    for kept in tile
+  )
   if z is None:
     z = projection.logits(block.student, j)
   if y is None and block.teacher is not None:
     y = block.teacher(j)
+  return z, y
+
+
+def keep(tile: Tile, j: jax.Array, sides: tuple[Any, Any]) -> Tile:
+  """The tile with the two sides' logits on block `j` of columns."""
+  z, y = (
+    None if kept is None else lax.dynamic_update_index_in_dim(kept, side, j, 0)
+    for kept, side in zip(tile, sides, strict=True)
+  )
   return z, y
 
 
