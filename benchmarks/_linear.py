@@ -39,6 +39,7 @@ BLOCK = 256  # tokens in a block of the floor
 SIZE_NAMES = ["kind", "dtype", "N", "D", "V"]
 SIZE_FIELDS = ("kind", "dtype", "tokens", "features", "vocabulary")
 WARM_UP = 2  # rounds that are not counted
+PAUSE = 0.2  # seconds before a run, while idle threads of the last one spin
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -542,6 +543,7 @@ def in_rounds(
   for index in range(warm_up + count):
     order = list(runs)
     for name in order if index % 2 else order[::-1]:
+      time.sleep(PAUSE)
       wall, cpu = time.perf_counter(), time.process_time()
       jax.block_until_ready(runs[name]())
       cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
@@ -699,6 +701,7 @@ def emit(row: dict[str, Any], path: str | None) -> dict[str, Any]:
     "jax": jax.__version__,
     "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     "load_average": load_average(),
+    "malloc": os.environ.get("GLIBC_TUNABLES"),
   }
   line = json.dumps(row)
   print(line, flush=True)
