@@ -39,7 +39,7 @@ BLOCK = 256  # tokens in a block of the floor
 SIZE_NAMES = ["kind", "dtype", "N", "D", "V"]
 SIZE_FIELDS = ("kind", "dtype", "tokens", "features", "vocabulary")
 WARM_UP = 2  # rounds that are not counted
-PAUSE = 0.2  # seconds before a run, while idle threads of the last one spin
+PAUSE = 0.2  # seconds before a run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

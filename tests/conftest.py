@@ -17,9 +17,6 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 hypothesis.settings.register_profile(
   "dev", max_examples=25, deadline=None, print_blob=True
 )
-hypothesis.settings.register_profile(  # the same laws, on another JAX
-  "versions", max_examples=5, deadline=None, derandomize=True, database=None
-)
 hypothesis.settings.register_profile(
   "gate", max_examples=100, deadline=None, derandomize=True, database=None
 )

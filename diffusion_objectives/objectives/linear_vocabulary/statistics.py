@@ -53,8 +53,8 @@ class Statistics(NamedTuple):
 
 
 def measure(
-  block: tokens.Block, tile: tuple[Any, Any]
-) -> tuple[Statistics, tuple[Any, Any]]:
+  block: tokens.Block, tile: tokens.Tile
+) -> tuple[Statistics, tokens.Tile]:
   """Statistics of the rows, and the tile with their logits.
 
   The tile is overwritten, as new ones would be filled with zeros first.
