@@ -39,8 +39,8 @@ def main():
   }
   rows = []
   for sweep, points in sweeps.items():
-    for kind in arguments.kinds:
-      for tokens, vocabulary in points:
+    for tokens, vocabulary in points:
+      for kind in arguments.kinds:
         row = _linear.measure(
           _linear.Size(
             kind=kind,

@@ -84,6 +84,13 @@ def both(cpu, wall):
 def main():
   parser = _linear.make_parser(__doc__)
   _linear.add_sizes(parser)
+  parser.add_argument(
+    "--forms",
+    nargs="+",
+    choices=list(_linear.FORMS),
+    default=list(_linear.FORMS),
+    help="beside the floor; fewer leave time for more rounds",
+  )
   arguments = parser.parse_args()
   sizes = arguments.sizes or (
     [(512, 32, 2048)] if arguments.quick else [(2048, 512, 32768)]
@@ -101,8 +108,8 @@ def main():
             vocabulary=vocabulary,
             dtype=dtype,
           ),
-          forms=tuple(_linear.FORMS),
-          values=("ours", "dense"),
+          forms=tuple(arguments.forms),
+          values=tuple(n for n in ("ours", "dense") if n in arguments.forms),
           rounds=arguments.rounds,
           limit=_linear.limit_of(arguments),
         )
