@@ -93,6 +93,38 @@ def test_value_and_gradients_are_right(subject, wrap):
 
 
 @subjects
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_calls_that_differentiate_different_parts(subject, is_reversed):
+  """In one function, of the same shapes: a frozen head here, trained there."""
+  stop = jax.lax.stop_gradient
+
+  def summed(hidden, head, weights, *rest):
+    calls = [
+      (hidden, head, weights),
+      (hidden, stop(head), weights),
+      (stop(hidden), head, weights),
+      (hidden, head, stop(weights)),
+    ]
+    calls = calls[::-1] if is_reversed else calls
+    return sum(subject.sum(*call, *rest) for call in calls)
+
+  value, gradients = value_and_grad(summed)(*subject.arguments())
+  subject.assert_right((value / 4, jax.tree.map(lambda g: g / 3, gradients)))
+
+
+@subjects
+def test_what_was_frozen_is_trained_later(subject):
+  arguments = subject.arguments()
+  for parts in (DIFFERENTIATED, 0, 1, 2):
+    jax.jit(jax.grad(subject.sum, argnums=parts))(*arguments)
+  for wrap in WRAPPINGS.values():
+    subject.assert_right(wrap(subject.sum)(*arguments))
+  mapped = jax.vmap(value_and_grad(subject.sum))
+  found = mapped(*stacked([arguments, arguments]))
+  subject.assert_right(jax.tree.map(lambda x: x[1], found))
+
+
+@subjects
 def test_a_cotangent_scales_every_gradient(subject):
   arguments = subject.arguments()
   tripled = jax.jit(value_and_grad(lambda *a: -3.0 * subject.sum(*a)))

@@ -170,13 +170,13 @@ def finite_real(
     raise fail(ValueError, f"{name} must be positive", value)
   if nonnegative and number < 0:
     raise fail(ValueError, f"{name} must be nonnegative", value)
-  return _normal(name, number)
+  return normal(name, number)
 
 
 def temperature(value: Any) -> float:
   """Checks a temperature, whose square scales a loss, as `finite_real` does."""
   number = finite_real("temperature", value, positive=True)
-  _normal("the square of temperature", number * number)
+  normal("the square of temperature", number * number)
   return number
 
 
@@ -199,7 +199,8 @@ def coefficients(**values: Any) -> tuple[float, ...]:
   return numbers_
 
 
-def _normal(name: str, number: float) -> float:
+def normal(name: str, number: float) -> float:
+  """Checks that a number is 0 or one that float32 holds to full accuracy."""
   tiny = float(np.finfo(np.float32).tiny)
   largest = float(np.finfo(np.float32).max)
   if number and not tiny <= abs(number) <= largest:

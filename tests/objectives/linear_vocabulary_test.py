@@ -920,12 +920,12 @@ FIELDS = [
   (
     dict(vocabulary_size=0),
     ValueError,
-    "vocabulary_size must be positive and at most 23; received 0",
+    "vocabulary_size must be positive; received 0",
   ),
   (
     dict(vocabulary_size=24),
     ValueError,
-    "vocabulary_size must be positive and at most 23; received 24",
+    "vocabulary_size must be at most 23; received 24",
   ),
   (
     dict(vocabulary_size=True),

@@ -63,9 +63,19 @@ def _wanted(factors: Factors) -> kernel.Gradients:
   )
 
 
+# Under `jit`, JAX keeps one tree of residuals for all traces of a forward rule,
+# whatever they differentiate. So trees do not depend on that: shapes tell.
+_EMPTY = (0,)
+
+
 def _dtypes(factors: Any) -> Any:
   """Empty arrays of the factors' dtypes: residuals are arrays."""
-  return jax.tree.map(lambda factor: jnp.zeros((0,), factor.dtype), factors)
+  return jax.tree.map(lambda factor: jnp.zeros(_EMPTY, factor.dtype), factors)
+
+
+def _present(array: jax.Array | None, dtype: Any) -> jax.Array:
+  """The array, or an empty one in the place of None."""
+  return jnp.zeros(_EMPTY, dtype) if array is None else array
 
 
 def _cotangents(
@@ -74,7 +84,9 @@ def _cotangents(
   """Gradients times a cotangent, each in its factor's dtype."""
   return kernel.Gradients(
     *(
-      None if gradient is None else (cotangent * gradient).astype(like.dtype)
+      None
+      if gradient is None or gradient.shape == _EMPTY
+      else (cotangent * gradient).astype(like.dtype)
       for gradient, like in zip(gradients, dtypes, strict=True)
     )
   )
@@ -115,7 +127,13 @@ def _weighted_sum_forward(form, factors, weights, operands):
     form, wanted, factors, operands._replace(scales=weights)
   )
   by_token = _loss(form, values) if weighted else None
-  residuals = (_once((gradients, by_token)), _dtypes((factors, weights)))
+  formed = (gradients, by_token)
+  formed = jax.tree.map(
+    lambda array: _present(array, weights.dtype),
+    formed,
+    is_leaf=lambda array: array is None,
+  )
+  residuals = (_once(formed), _dtypes((factors, weights)))
   return (_sum(form, values, weights, operands), values), residuals
 
 
@@ -125,9 +143,9 @@ def _weighted_sum_backward(form, residuals, cotangents):
     return None, None, None
   (gradients, by_token), (dtypes, of_weights) = residuals
   of_factors = _cotangents(gradients, cotangent, dtypes)
-  if by_token is not None:
-    by_token = (cotangent * by_token).astype(of_weights.dtype)
-  return of_factors, by_token, None
+  if by_token.shape == _EMPTY:
+    return of_factors, None, None
+  return of_factors, (cotangent * by_token).astype(of_weights.dtype), None
 
 
 _weighted_sum.defvjp(
@@ -159,7 +177,7 @@ def _by_token_forward(form, factors, operands):
   )
   values, statistics, _ = _run(form, NOTHING, factors, operands)
   return (_loss(form, values), values), (
-    _Static(wanted),
+    tuple(jnp.zeros((int(is_wanted),)) for is_wanted in wanted),
     factors,
     operands._replace(statistics=statistics),
   )
@@ -169,23 +187,16 @@ def _by_token_backward(form, residuals, cotangents):
   cotangent = cotangents[0]
   if isinstance(cotangent, jax.custom_derivatives.SymbolicZero):
     return None, None
-  wanted, factors, operands = residuals
+  flags, factors, operands = residuals
+  wanted = kernel.Gradients(*(flag.shape != _EMPTY for flag in flags))
   gradients = _run(
-    form, wanted.value, factors, operands._replace(scales=cotangent)
+    form, wanted, factors, operands._replace(scales=cotangent)
   ).gradients
   one = jnp.ones_like(cotangent, shape=())
   return _cotangents(_once(gradients), one, factors), None
 
 
 _by_token.defvjp(_by_token_forward, _by_token_backward, symbolic_zeros=True)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Static:
-  """A residual that is no array."""
-
-  value: Any
 
 
 # Second derivatives.

@@ -111,17 +111,12 @@ class OutputHead:
     if self.soft_cap is not None:
       checks.finite_real("soft_cap", self.soft_cap, positive=True)
     size = self.vocabulary_size
-    if size is not None:
-      if isinstance(size, bool) or not isinstance(size, int):
-        raise checks.fail(
-          TypeError, "vocabulary_size must be an int", checks.describe(size)
-        )
-      if not 0 < size <= columns:
-        raise checks.fail(
-          ValueError,
-          f"vocabulary_size must be positive and at most {columns}",
-          size,
-        )
+    if size is None:
+      return
+    if checks.positive_integer("vocabulary_size", size) > columns:
+      raise checks.fail(
+        ValueError, f"vocabulary_size must be at most {columns}", size
+      )
 
   @property
   def features(self) -> int:
@@ -136,10 +131,12 @@ class OutputHead:
   @property
   def size(self) -> int:
     """The number of ids."""
-    return self.vocabulary_size or self.columns
+    size = self.vocabulary_size
+    return self.columns if size is None else int(size)
 
   def logits(self, hidden: jax.Array) -> jax.Array:
     """`[..., vocabulary]` logits of `[..., features]`: the dense form."""
+    check_features("hidden", hidden, self)
     product = numerics.product_dtype(hidden.dtype, self.kernel.dtype)
     dtype = numerics.accumulation_dtype(product)
     kernel = jnp.asarray(self.kernel).astype(product)
@@ -159,6 +156,10 @@ class OutputHead:
 
 def check_features(name: str, hidden: Any, head: OutputHead) -> None:
   """Checks that hidden states have the features of a head."""
+  if not jnp.issubdtype(hidden.dtype, jnp.floating):
+    raise checks.fail(
+      TypeError, f"{name} must be floating-point", checks.describe(hidden)
+    )
   if hidden.shape[-1] != head.features:
     raise checks.fail(
       ValueError,

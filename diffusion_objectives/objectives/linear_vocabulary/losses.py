@@ -259,7 +259,7 @@ def linear_prepared_opd_loss(
 
   Raises:
     TypeError, ValueError: as `linear_forward_kl_loss`; or a negative
-      coefficient, or both 0.
+      coefficient, both 0, or a `soft_loss_weight T^2` outside float32.
     ValueError: reverse mode over reverse mode. (Forward mode alone is
       JAX's own `TypeError`.)
 
@@ -290,7 +290,9 @@ def linear_prepared_opd_loss(
     hidden,
     head,
     batch.student_batch,
-    soft=temperature**2 * soft_loss_weight,
+    soft=checks.normal(
+      "soft_loss_weight * temperature**2", soft_loss_weight * temperature**2
+    ),
     hard=hard_loss_weight,
     temperature=temperature,
     teacher=batch.teacher if soft_loss_weight else None,
@@ -343,7 +345,9 @@ def linear_token_log_probs(
     vocabulary_block: columns in a block; None is the platform's.
 
   Returns:
-    Nats, in at least float32; 0 at positions of weight 0, which are inert.
+    Nats, in at least float32; 0 at positions of weight 0, which are inert. Of
+    the weights only which are 0 matters: bad ones do not give NaN here, but in
+    a sum with those of `batches.position_weights`.
 
   Raises:
     TypeError, ValueError: as `linear_weighted_cross_entropy_loss`.
@@ -515,13 +519,20 @@ def _teacher(
   dtype: jnp.dtype,
 ) -> tuple[Any, jax.Array | None, jax.Array]:
   """What the kernel takes, a list's best id, and where it is usable."""
+  checks.instance(
+    "teacher",
+    teacher,
+    batches.DenseTeacher,
+    batches.TopKTeacher,
+    batches.HiddenTeacher,
+  )
   has_head = isinstance(teacher, batches.HiddenTeacher)
   if has_head != (teacher_head is not None):
     raise checks.fail(
       ValueError,
       "teacher_head must be given with a HiddenTeacher, and with no other",
-      f"teacher_head={checks.describe(teacher_head)} with a"
-      f" {type(teacher).__name__}",
+      f"a {type(teacher).__name__}"
+      f" {'without' if teacher_head is None else 'with'} a teacher_head",
     )
   if isinstance(teacher, batches.TopKTeacher):
     listed = batches.listed_categories(
@@ -538,7 +549,6 @@ def _teacher(
     heads.check_features("teacher hidden", teacher.hidden, teacher_head)
     size, given = teacher_head.size, teacher.hidden
   else:
-    checks.instance("teacher", teacher, batches.DenseTeacher)
     size, given = teacher.logits.shape[-1], teacher.logits
   if size != head.size:
     raise checks.fail(
