@@ -162,8 +162,19 @@ def weights_of(pattern, rng, shape):
   }[pattern].astype(np.float32)
 
 
-def draw(objective, form, *, seed=0, shape=SMALL, weights="fractional"):
-  """A case of an objective with a head of a form."""
+def draw(
+  objective,
+  form,
+  *,
+  seed=0,
+  shape=SMALL,
+  weights="fractional",
+  is_split=False,
+):
+  """A case of an objective with a head of a form.
+
+  Both heads have features and columns that divide alike where `is_split`.
+  """
   rng = np.random.default_rng(seed)
   rows, length, features, size = shape
   w = weights_of(weights, rng, (rows, length))
@@ -181,12 +192,16 @@ def draw(objective, form, *, seed=0, shape=SMALL, weights="fractional"):
   y = (3 * rng.standard_normal((*w.shape, size))).astype(np.float32)
   if objective.teacher == "hidden":
     # A head of its own: other features, another layout, other padding.
-    other = Form(layout=TIED, bias=True, soft_cap=6.0, padding=1)
-    hidden = rng.standard_normal((*w.shape, features - 1)).astype(np.float32)
-    teacher = do.HiddenTeacher(hidden=hidden)
-    case = dataclasses.replace(
-      case, teacher_head=other.draw(rng, features - 1, size)
+    other = Form(
+      layout=TIED,
+      bias=True,
+      soft_cap=6.0,
+      padding=form.padding if is_split else 1,
     )
+    width = features // 2 if is_split else features - 1
+    hidden = rng.standard_normal((*w.shape, width)).astype(np.float32)
+    teacher = do.HiddenTeacher(hidden=hidden)
+    case = dataclasses.replace(case, teacher_head=other.draw(rng, width, size))
   elif objective.teacher == "top-k":
     log_p = oracles.log_softmax(y, objective.temperature)
     listed = np.argsort(-log_p, axis=-1)[..., :4].astype(np.int32)

@@ -51,19 +51,24 @@ def number(total: Any, block: int) -> Any:
 
 
 class Columns(NamedTuple):
-  """The vocabulary in blocks of one size.
+  """A device's columns of the vocabulary in blocks of one size.
 
-  Where the size does not divide, the last block ends with the vocabulary and
+  Where the size does not divide, the last block ends with the columns and
   begins within the block before: nothing is padded, and the columns that were
-  seen before are masked.
+  seen before are masked. So are those that stand for no id.
 
   Attributes:
-    size: the number of ids.
+    size: the number of columns.
     block: the number of columns in a block, at most `size`.
+    first: the id of the first column; 0 where one device has all.
+    end: the id that the first padding column would have, or None where no
+      column is padding.
   """
 
   size: int
   block: int
+  first: Any
+  end: int | None
 
   @property
   def is_one(self) -> bool:
@@ -79,19 +84,20 @@ class Columns(NamedTuple):
     return jnp.minimum(j * self.block, self.size - self.block)
 
   def mask(self, j: jax.Array, logits: jax.Array) -> jax.Array:
-    """-inf on columns that an earlier block had."""
-    if self.size % self.block == 0:
-      return logits
-    is_new = self._ids(j, logits.shape) >= j * self.block
-    return jnp.where(is_new, logits, -jnp.inf)
+    """-inf on padding, and on columns that an earlier block had."""
+    column = self.start(j) + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    if self.size % self.block:
+      logits = jnp.where(column >= j * self.block, logits, -jnp.inf)
+    if self.end is not None:
+      logits = jnp.where(self.first + column < self.end, logits, -jnp.inf)
+    return logits
 
   def local(self, j: jax.Array, ids: jax.Array) -> jax.Array:
     """Where ids lie in block `j`; `block` where they do not."""
-    is_here = (ids >= j * self.block) & (ids < (j + 1) * self.block)
-    return jnp.where(is_here, ids - self.start(j), self.block)
-
-  def _ids(self, j: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return self.start(j) + lax.broadcasted_iota(jnp.int32, shape, 1)
+    column = ids - self.first
+    first, end = j * self.block, jnp.minimum((j + 1) * self.block, self.size)
+    is_here = (column >= first) & (column < end)
+    return jnp.where(is_here, column - self.start(j), self.block)
 
 
 # Reading parts of arrays.
@@ -161,6 +167,11 @@ def window(size: int) -> Callable[..., jax.Array]:
   return part
 
 
+def _is_manual() -> bool:
+  """Whether some axis of a mesh is mapped over here."""
+  return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def varying_zero(operands: Any) -> jax.Array:
   """0, which varies over every axis that an operand varies over.
 
@@ -168,6 +179,8 @@ def varying_zero(operands: Any) -> jax.Array:
   one value on all devices where its end is not: this is added to it.
   """
   zero = jnp.zeros((), jnp.int32)
+  if not _is_manual():
+    return zero
   for leaf in jax.tree.leaves(operands):
     corner = leaf[(0,) * leaf.ndim]
     zero += jnp.where(corner == corner, 0, 0)
@@ -180,7 +193,7 @@ def as_varying(zero: jax.Array, array: jax.Array) -> jax.Array:
   A custom derivative has to return cotangents that vary as its arguments do;
   that of this addition is summed over the axes that the array does not vary on.
   """
-  if 0 in array.shape:
+  if 0 in array.shape or not _is_manual():
     return array
   corner = array[(0,) * array.ndim]
   if jax.typeof(corner + zero.astype(array.dtype)) == jax.typeof(corner):

@@ -33,6 +33,8 @@ Gradients = projection.Gradients
 class Operands(NamedTuple):
   """The factors of the logits, and what each token has.
 
+  Tokens are `[batch, length]`, and within a run of one device one dimension.
+
   Attributes:
     hidden: `[tokens, features]`.
     head: the student's.
@@ -64,14 +66,111 @@ class Result(NamedTuple):
 
 
 def run(form: tokens.Form, wanted: Gradients, operands: Operands) -> Result:
-  """Values and statistics by tokens, and the gradients that are wanted."""
+  """Values and statistics by tokens, and the gradients that are wanted.
+
+  On a mesh, each device's of its tokens and columns, and their sums: within the
+  map no derivative is taken, so that each sum is written down, once.
+  """
+  place = form.placement
+  if place.mesh is None:
+    return _on_device(form, wanted, operands)
+  rows = place.rows()
+  head = place.of_head(operands.head)
+  a, b = head.low_rank or (None, None)
+  parts = (rows, head.kernel, head.bias, a, b)
+  of_gradients = Gradients(
+    *(
+      part if is_wanted else None
+      for part, is_wanted in zip(parts, wanted, strict=True)
+    )
+  )
+  teacher_head = operands.teacher_head and place.of_head(operands.teacher_head)
+  teacher: Any = rows
+  if is_dense(operands):
+    teacher = place.rows(place.vocabulary)
+    padding = operands.head.columns - operands.teacher.shape[-1]
+    if place.vocabulary is not None and padding:
+      operands = operands._replace(
+        teacher=jnp.pad(
+          operands.teacher,
+          ((0, 0), (0, 0), (0, padding)),
+          constant_values=-jnp.inf,
+        )
+      )
+
+  def on_shard(operands):
+    result = _on_device(
+      form,
+      wanted,
+      operands._replace(
+        head=place.whole_features(operands.head),
+        teacher_head=operands.teacher_head
+        and place.whole_features(operands.teacher_head),
+      ),
+    )
+    gradients = result.gradients
+    hidden = jax.tree.map(place.total_of_columns, gradients.hidden)
+    gradients = jax.tree.map(
+      place.total_of_tokens,
+      gradients._replace(hidden=None),
+      of_gradients._replace(hidden=None),
+    )
+    return result._replace(gradients=gradients._replace(hidden=hidden))
+
+  return jax.shard_map(
+    on_shard,
+    mesh=place.mesh,
+    in_specs=(
+      Operands(rows, head, teacher, teacher_head, rows, rows, rows, rows),
+    ),
+    out_specs=Result(rows, rows, of_gradients),
+    axis_names=place.free,
+    check_vma=False,
+  )(operands)
+
+
+def is_dense(operands: Operands) -> bool:
+  """Whether the teacher is given by its logits."""
+  return not (
+    operands.teacher is None
+    or operands.teacher_head is not None
+    or isinstance(operands.teacher, tokens.Listed)
+  )
+
+
+def _on_device(
+  form: tokens.Form, wanted: Gradients, operands: Operands
+) -> Result:
+  """All of one device's tokens, on its columns."""
+  shape = operands.is_active.shape
 
   def on(platform):
     return functools.partial(_run, form, wanted, platform)
 
-  return lax.platform_dependent(
-    operands, cpu=on(blocks.CPU), default=on(blocks.ACCELERATOR)
+  by_tokens = operands._replace(head=None, teacher_head=None)
+  flat = jax.tree.map(_flat, by_tokens)
+  result = lax.platform_dependent(
+    flat._replace(head=operands.head, teacher_head=operands.teacher_head),
+    cpu=on(blocks.CPU),
+    default=on(blocks.ACCELERATOR),
   )
+  values, statistics, hidden = jax.tree.map(
+    functools.partial(_like, shape),
+    (result.values, result.statistics, result.gradients.hidden),
+  )
+  return Result(values, statistics, result.gradients._replace(hidden=hidden))
+
+
+def _flat(array: jax.Array) -> jax.Array:
+  """`[batch, length, ...]` as `[tokens, ...]`; of an empty batch one token."""
+  rows = array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
+  return rows if rows.shape[0] else jnp.zeros((1, *rows.shape[1:]), rows.dtype)
+
+
+def _like(shape: tuple[int, ...], rows: jax.Array) -> jax.Array:
+  """`[tokens, ...]` as `[batch, length, ...]`."""
+  count = shape[0] * shape[1]
+  return rows[:count].reshape(*shape, *rows.shape[1:])
 
 
 def sum_dtype(hidden: Any, head: heads.OutputHead) -> jnp.dtype:
@@ -91,12 +190,14 @@ def _run(
   head = operands.head
   count = operands.hidden.shape[0]
   tiles = 1 if operands.teacher_head is None else 2
-  size = form.token_block or platform.tokens(head.size, tiles)
+  columns = _columns(form, platform, head)
+  size = form.token_block or platform.tokens(columns.size, tiles)
   if isinstance(count, int):  # not symbolic
     size = min(size, count)
     if form.token_block is None:  # blocks of nearly one size
       size = blocks.number(count, blocks.number(count, size))
   zero = blocks.varying_zero(operands)
+  shared = form.placement.shared(zero)
   order = jnp.argsort(~operands.is_active, stable=True).astype(jnp.int32)
   used = jnp.sum(operands.is_active, dtype=jnp.int32)
   is_turned = projection.is_turned(
@@ -104,8 +205,6 @@ def _run(
     numerics.product_dtype(operands.hidden.dtype, head.kernel.dtype),
     platform,
   )
-  width = min(form.vocabulary_block or platform.vocabulary_block, head.size)
-  columns = blocks.Columns(head.size, width)
   kept = blocks.start(
     zero,
     (
@@ -137,15 +236,31 @@ def _run(
   results = jax.tree.map(
     lambda part: jnp.zeros((count, *part.shape[1:]), part.dtype), shapes
   )
+  by_tokens = (
+    *blocks.start(shared, results[:2]),
+    blocks.start(zero, results[2]),
+  )
   (values, statistics, hidden), (sums, _) = lax.fori_loop(
-    0,
-    blocks.number(used, size),
-    step,
-    (blocks.start(zero, results), kept),
+    0, blocks.number(used, size), step, (by_tokens, kept)
   )
   if wanted.kernel and is_turned:
     sums = sums._replace(kernel=sums.kernel.T)
   return Result(values, statistics, sums._replace(hidden=hidden))
+
+
+def _columns(
+  form: tokens.Form, platform: blocks.Platform, head: heads.OutputHead
+) -> blocks.Columns:
+  """A device's columns: those of ids, or a shard with padding among them."""
+  place = form.placement
+  is_split = place.vocabulary is not None
+  size = head.columns if is_split else head.size
+  width = min(form.vocabulary_block or platform.vocabulary_block, size)
+  end = head.vocabulary_size
+  is_padded = is_split and end is not None and end < size * place.shards
+  return blocks.Columns(
+    size, width, place.first(size), end if is_padded else None
+  )
 
 
 def _no_sums(
@@ -293,5 +408,8 @@ def _second_pass(
 
   carry = blocks.start(block.zero, (terms.start(block), start))
   (found, added), _ = lax.scan(visit, carry, block.columns.indices())
+  axis = block.form.placement.vocabulary
+  if axis is not None:
+    found = jax.tree.map(statistics.shards(axis).sum, found)
   hidden, sums = projection.close(student, wanted, added, sums)
   return terms.named(found, stats), hidden, sums

@@ -28,17 +28,19 @@ from diffusion_objectives.objectives.linear_vocabulary import blocks
 from diffusion_objectives.objectives.linear_vocabulary import derivatives
 from diffusion_objectives.objectives.linear_vocabulary import head as heads
 from diffusion_objectives.objectives.linear_vocabulary import kernel
+from diffusion_objectives.objectives.linear_vocabulary import placement
 from diffusion_objectives.objectives.linear_vocabulary import tokens
 
 IMPLEMENTATIONS = ("grad_in_forward", "recompute")
 
 
 class _Execution(NamedTuple):
-  """How a loss is computed: names and sizes, or None."""
+  """How and where a loss is computed: names and sizes, or None."""
 
   implementation: str | None
   token_block: Any
   vocabulary_block: Any
+  axes: tuple[Any, Any, Any]
 
 
 def linear_weighted_cross_entropy_loss(
@@ -50,6 +52,9 @@ def linear_weighted_cross_entropy_loss(
   implementation: str | None = None,
   token_block: int | None = None,
   vocabulary_block: int | None = None,
+  token_axes: placement.TokenAxes = None,
+  feature_axis: str | None = None,
+  vocabulary_axis: str | None = None,
 ) -> outputs.LossOutput:
   """`weighted_cross_entropy_loss` of `head(hidden)`, `sum w l`.
 
@@ -70,6 +75,11 @@ def linear_weighted_cross_entropy_loss(
       the tile.
     token_block: tokens in a block; None is the platform's (256 on a CPU).
     vocabulary_block: columns in a block; None is the platform's.
+    token_axes: of the mesh, that `[batch, length]` lie over: an axis, a tuple
+      of them, or a `PartitionSpec` of both dimensions.
+    feature_axis: that the head's features lie over, among the tokens' axes.
+    vocabulary_axis: that the head's columns lie over. Without these three, the
+      names of the mesh's axes tell.
 
   Returns:
     The loss in nats per unit of the denominator, in at least float32, and
@@ -105,7 +115,12 @@ def linear_weighted_cross_entropy_loss(
     head,
     batch,
     hard=1.0,
-    execution=_Execution(implementation, token_block, vocabulary_block),
+    execution=_Execution(
+      implementation,
+      token_block,
+      vocabulary_block,
+      (token_axes, feature_axis, vocabulary_axis),
+    ),
   )
   ids = numerics.clean_ids(batch.target_ids, scored.is_active)
   is_correct = scored.values.student_id == ids
@@ -134,6 +149,9 @@ def linear_forward_kl_loss(
   implementation: str | None = None,
   token_block: int | None = None,
   vocabulary_block: int | None = None,
+  token_axes: placement.TokenAxes = None,
+  feature_axis: str | None = None,
+  vocabulary_axis: str | None = None,
 ) -> outputs.LossOutput:
   """`forward_kl_loss` of `head(hidden)`, `T^2 sum w KL(p || q)`.
 
@@ -157,6 +175,11 @@ def linear_forward_kl_loss(
       the tile.
     token_block: tokens in a block; None is the platform's (256 on a CPU).
     vocabulary_block: columns in a block; None is the platform's.
+    token_axes: of the mesh, that `[batch, length]` lie over: an axis, a tuple
+      of them, or a `PartitionSpec` of both dimensions.
+    feature_axis: that the head's features lie over, among the tokens' axes.
+    vocabulary_axis: that the head's columns lie over. Without these three, the
+      names of the mesh's axes tell.
 
   Returns:
     The loss in nats per unit of the denominator, in at least float32, and the
@@ -202,7 +225,12 @@ def linear_forward_kl_loss(
     temperature=temperature,
     teacher=batch.teacher,
     teacher_head=teacher_head,
-    execution=_Execution(implementation, token_block, vocabulary_block),
+    execution=_Execution(
+      implementation,
+      token_block,
+      vocabulary_block,
+      (token_axes, feature_axis, vocabulary_axis),
+    ),
   )
   return outputs.LossOutput(
     primary_loss=outputs.WeightedMetric(
@@ -228,6 +256,9 @@ def linear_prepared_opd_loss(
   implementation: str | None = None,
   token_block: int | None = None,
   vocabulary_block: int | None = None,
+  token_axes: placement.TokenAxes = None,
+  feature_axis: str | None = None,
+  vocabulary_axis: str | None = None,
 ) -> outputs.LossOutput:
   """`prepared_opd_loss` of `head(hidden)`: soft and hard term in one pass.
 
@@ -252,6 +283,11 @@ def linear_prepared_opd_loss(
       the tile.
     token_block: tokens in a block; None is the platform's (256 on a CPU).
     vocabulary_block: columns in a block; None is the platform's.
+    token_axes: of the mesh, that `[batch, length]` lie over: an axis, a tuple
+      of them, or a `PartitionSpec` of both dimensions.
+    feature_axis: that the head's features lie over, among the tokens' axes.
+    vocabulary_axis: that the head's columns lie over. Without these three, the
+      names of the mesh's axes tell.
 
   Returns:
     The loss in nats per unit of the denominator, in at least float32, and the
@@ -297,7 +333,12 @@ def linear_prepared_opd_loss(
     temperature=temperature,
     teacher=batch.teacher if soft_loss_weight else None,
     teacher_head=teacher_head if soft_loss_weight else None,
-    execution=_Execution(implementation, token_block, vocabulary_block),
+    execution=_Execution(
+      implementation,
+      token_block,
+      vocabulary_block,
+      (token_axes, feature_axis, vocabulary_axis),
+    ),
   )
   total = batches.batch_denominator(
     batch.student_batch, denominator, scored.total.dtype
@@ -330,6 +371,9 @@ def linear_token_log_probs(
   temperature: float = 1.0,
   token_block: int | None = None,
   vocabulary_block: int | None = None,
+  token_axes: placement.TokenAxes = None,
+  feature_axis: str | None = None,
+  vocabulary_axis: str | None = None,
 ) -> jax.Array:
   """`[batch, length]` log-probabilities of targets, `log softmax(z / T)[x]`.
 
@@ -343,6 +387,11 @@ def linear_token_log_probs(
     temperature: `T > 0`.
     token_block: tokens in a block; None is the platform's (256 on a CPU).
     vocabulary_block: columns in a block; None is the platform's.
+    token_axes: of the mesh, that `[batch, length]` lie over: an axis, a tuple
+      of them, or a `PartitionSpec` of both dimensions.
+    feature_axis: that the head's features lie over, among the tokens' axes.
+    vocabulary_axis: that the head's columns lie over. Without these three, the
+      names of the mesh's axes tell.
 
   Returns:
     Nats, in at least float32; 0 at positions of weight 0, which are inert. Of
@@ -373,7 +422,12 @@ def linear_token_log_probs(
     batch,
     hard=-1.0,
     hard_temperature=checks.temperature(temperature),
-    execution=_Execution("recompute", token_block, vocabulary_block),
+    execution=_Execution(
+      "recompute",
+      token_block,
+      vocabulary_block,
+      (token_axes, feature_axis, vocabulary_axis),
+    ),
   )
   return jnp.where(scored.is_active, scored.by_token, 0)
 
@@ -406,7 +460,11 @@ def _score(
   checks.instance("head", head, heads.OutputHead)
   batches.check_hidden("hidden", hidden, batch)
   heads.check_features("hidden", hidden, head)
-  implementation = _implementation(execution, head.size)
+  if teacher_head is not None:
+    checks.instance("teacher_head", teacher_head, heads.OutputHead)
+  place = placement.of(execution.axes, hidden, head, teacher_head)
+  size = place.size(head)
+  implementation = _implementation(execution, size // place.shards)
   dtype = kernel.sum_dtype(hidden, head)
   shape = tuple(hidden.shape[:2])
   weights, is_active = batches.position_weights(batch, dtype)
@@ -414,19 +472,21 @@ def _score(
   targets = None
   if hard:
     targets = numerics.clean_ids(batch.target_ids, is_active)
-    is_within = (targets >= 0) & (targets < head.size)
+    is_within = (targets >= 0) & (targets < size)
     targets = jnp.where(is_within, targets, 0).astype(jnp.int32)
     is_valid &= is_within
   given, best_id = None, None
   if soft:
     given, best_id, is_usable = _teacher(
-      teacher, teacher_head, head, is_active, weights, temperature, dtype
+      teacher, teacher_head, head, size, is_active, weights, temperature, dtype
     )
     is_valid &= is_usable
   sizes = {
     name: None if size is None else checks.positive_integer(name, size)
-    for name, size in execution._asdict().items()
-    if name != "implementation"
+    for name, size in (
+      ("token_block", execution.token_block),
+      ("vocabulary_block", execution.vocabulary_block),
+    )
   }
   form = tokens.Form(
     soft=soft,
@@ -435,37 +495,35 @@ def _score(
     hard_temperature=hard_temperature,
     **sizes,
     keeps_tile=implementation == "grad_in_forward",
+    placement=place,
   )
   a, b = head.low_rank or (None, None)
   factors = jax.tree.map(
-    jnp.asarray, kernel.Gradients(_flat(hidden), head.kernel, head.bias, a, b)
+    jnp.asarray, kernel.Gradients(hidden, head.kernel, head.bias, a, b)
   )
   operands = kernel.Operands(
     hidden=factors.hidden,
     head=head,
-    teacher=_flat(given),
+    teacher=given,
     teacher_head=teacher_head,
-    targets=_flat(targets),
-    is_active=_flat(is_active),
+    targets=targets,
+    is_active=placement.alone(is_active) if place.mesh is None else is_active,
   )
   operands = jax.lax.stop_gradient(operands)
   zero = blocks.varying_zero(operands)
-  factors, weights = jax.tree.map(
-    functools.partial(blocks.as_varying, zero), (factors, weights)
-  )
+  factors = jax.tree.map(functools.partial(blocks.as_varying, zero), factors)
+  weights = blocks.as_varying(place.shared(zero), weights)
   valid_weights = numerics.poison(weights, is_valid)
   by_token = None
   if implementation == "grad_in_forward":
     total, values = derivatives.weighted_sum(
-      form, factors, _flat(valid_weights), operands
+      form, factors, valid_weights, operands
     )
   else:
     by_token, values = derivatives.by_token(form, factors, operands)
-    by_token = numerics.poison(_like(is_active, by_token), is_valid)
+    by_token = numerics.poison(by_token, is_valid)
     total = numerics.weighted_sum(by_token, valid_weights, is_active)
-  values = jax.tree.map(
-    functools.partial(_like, is_active), jax.lax.stop_gradient(values)
-  )
+  values = jax.lax.stop_gradient(values)
   if best_id is None:
     best_id = values.teacher_id
   return _Scored(
@@ -476,23 +534,6 @@ def _score(
     is_active=is_active,
     is_agreed=None if best_id is None else best_id == values.student_id,
   )
-
-
-def _flat(tree: Any) -> Any:
-  """`[batch, length, ...]` as `[tokens, ...]`; of an empty batch one token."""
-
-  def flat(array):
-    rows = array.reshape(array.shape[0] * array.shape[1], *array.shape[2:])
-    return (
-      rows if rows.shape[0] else jnp.zeros((1, *rows.shape[1:]), rows.dtype)
-    )
-
-  return jax.tree.map(flat, tree)
-
-
-def _like(is_active: jax.Array, values: jax.Array) -> jax.Array:
-  """`[tokens]` as `[batch, length]`."""
-  return values[: is_active.size].reshape(is_active.shape)
 
 
 def _implementation(execution: _Execution, size: int) -> str:
@@ -513,6 +554,7 @@ def _teacher(
   teacher: Any,
   teacher_head: Any,
   head: heads.OutputHead,
+  size: int,
   is_active: jax.Array,
   weights: jax.Array,
   temperature: float,
@@ -536,25 +578,24 @@ def _teacher(
     )
   if isinstance(teacher, batches.TopKTeacher):
     listed = batches.listed_categories(
-      teacher, is_active, temperature, dtype, head.size
+      teacher, is_active, temperature, dtype, size
     )
-    is_within = (listed.ids >= 0) & (listed.ids < head.size)
-    is_usable = batches.is_usable_teacher(teacher, weights, head.size)
+    is_within = (listed.ids >= 0) & (listed.ids < size)
+    is_usable = batches.is_usable_teacher(teacher, weights, size)
     ids = jnp.where(is_within, listed.ids, 0).astype(jnp.int32)
     given = tokens.Listed(ids, listed.is_listed & is_within, listed.logits)
     return given, listed.best_id, is_usable
   is_usable = jnp.ones_like(is_active)
   if has_head:
-    checks.instance("teacher_head", teacher_head, heads.OutputHead)
     heads.check_features("teacher hidden", teacher.hidden, teacher_head)
-    size, given = teacher_head.size, teacher.hidden
+    ids, given = teacher_head.size, teacher.hidden
   else:
-    size, given = teacher.logits.shape[-1], teacher.logits
-  if size != head.size:
+    ids, given = teacher.logits.shape[-1], teacher.logits
+  if ids != head.size:
     raise checks.fail(
       ValueError,
       "teacher and student must have one vocabulary",
-      f"teacher {size} and student {head.size}",
+      f"teacher {ids} and student {head.size}",
     )
   return jnp.asarray(given), None, is_usable
 

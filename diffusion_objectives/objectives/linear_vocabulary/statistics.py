@@ -4,9 +4,12 @@ Each block of columns has a maximum and a sum of exponentials. From all blocks'
 
   top = max_j top_j,  total = sum_j total_j exp((top_j - top) / T)
 
-so that `log sum exp(z / T) = top / T + log(total)`.
+so that `log sum exp(z / T) = top / T + log(total)`. In the same way the blocks
+of one device are joined, and the devices that share the vocabulary.
 """
 
+from collections.abc import Callable
+import functools
 from typing import Any
 from typing import NamedTuple
 
@@ -34,13 +37,14 @@ class Statistics(NamedTuple):
     student: at the temperature of the divergence from a teacher's logits, else
       at that of the negative log-likelihood.
     teacher: of a teacher's logits, at the temperature.
-    excess: the student's total over the teacher's, less 1, to full relative
-      accuracy where the rows are near.
+    excess: the student's total less the teacher's, to full relative accuracy
+      where the rows are near.
     rest: of the ids that are not listed, at the temperature.
     hard_total: the student's at the temperature of the negative log-likelihood,
       where `student` is at another.
     target: the target's logit.
-    listed: `[tokens, k]`, the listed ids' logits.
+    listed: `[tokens, k]`, the listed ids' logits; 0 on columns elsewhere, as is
+      `target`.
   """
 
   student: Rows
@@ -50,6 +54,33 @@ class Statistics(NamedTuple):
   hard_total: Any
   target: Any
   listed: Any
+
+
+class Over(NamedTuple):
+  """How numbers of several parts of the vocabulary are joined."""
+
+  max: Callable[[jax.Array], jax.Array]
+  min: Callable[[jax.Array], jax.Array]
+  sum: Callable[[jax.Array], jax.Array]
+
+
+# Of blocks, which lie along the first axis.
+BLOCKS = Over(
+  *(
+    functools.partial(reduce, axis=0, keepdims=True)
+    for reduce in (jnp.max, jnp.min, jnp.sum)
+  )
+)
+
+
+def shards(axis: str) -> Over:
+  """Of the devices along an axis of a mesh."""
+  return Over(
+    *(
+      functools.partial(f, axis_name=axis)
+      for f in (lax.pmax, lax.pmin, lax.psum)
+    )
+  )
 
 
 def measure(
@@ -99,26 +130,20 @@ def measure(
 
   picked = blocks.start(block.zero, jnp.zeros(watched.shape, dtype))
   (picked, tile), parts = lax.scan(visit, (picked, tile), columns.indices())
-  joined = Statistics(
-    student=_join(parts.student, temperature),
-    teacher=parts.teacher and _join(parts.teacher, temperature),
-    excess=None,
-    rest=parts.rest and _join(parts.rest, form.temperature),
-    hard_total=None,
+  whole = _join(parts, form, temperature, BLOCKS)
+  whole = jax.tree.map(lambda joined: joined[0], whole)._replace(
     target=None if block.targets is None else picked[:, 0],
     listed=None
     if block.listed is None
     else picked[:, picked.shape[1] - block.listed.ids.shape[1] :],
   )
-  if parts.hard_total is not None:
-    whole = _join(
-      parts.student._replace(total=parts.hard_total), form.hard_temperature
-    )
-    joined = joined._replace(hard_total=whole.total)
-  if parts.excess is not None:
-    excess = _join_excess(parts, joined, temperature)
-    joined = joined._replace(excess=excess)
-  return joined, tile
+  axis = form.placement.vocabulary
+  if axis is not None:
+    over = shards(axis)
+    picked = jax.tree.map(over.sum, (whole.target, whole.listed))
+    whole = _join(whole, form, temperature, over)
+    whole = whole._replace(target=picked[0], listed=picked[1])
+  return whole, tile
 
 
 def _excess(
@@ -134,27 +159,6 @@ def _excess(
   offset = (finite(student.top) - finite(teacher.top))[:, None]
   d = ((z - y) - offset) * (1 / temperature)
   return jnp.sum(numerics.difference(jnp.exp(u), jnp.exp(v), d), axis=1)
-
-
-def _join_excess(
-  parts: Statistics, joined: Statistics, temperature: float
-) -> jax.Array:
-  """Of a row, from the excess `e_j` and the teacher's total `t_j` of blocks.
-
-  With `a_j` and `b_j` the student's and the teacher's maximum of a block less
-  the row's, over `T`, it is the sum of `e_j exp(a_j)` and
-  `t_j exp(b_j) (exp(a_j - b_j) - 1)`, over the row's total. Where the rows are
-  near, `a_j - b_j` is small.
-  """
-  student, teacher = parts.student, parts.teacher
-  student_top, teacher_top = joined.student.top, joined.teacher.top
-  a = (student.top - finite(student_top)[None]) / temperature
-  b = (teacher.top - finite(teacher_top)[None]) / temperature
-  gap = (student.top - teacher.top) - (student_top - teacher_top)[None]
-  apart = jnp.expm1(gap / temperature)
-  terms = jnp.where(teacher.total == 0, 0, teacher.total * jnp.exp(b) * apart)
-  terms += parts.excess * jnp.exp(a)
-  return jnp.sum(terms, axis=0) / joined.teacher.total
 
 
 def _watched(block: tokens.Block) -> jax.Array:
@@ -183,17 +187,61 @@ def _rows(
 ) -> Rows:
   """Of one block's columns."""
   top = jnp.max(z, axis=1)
-  top_id = columns.start(j) + numerics.first_maximum(z)
+  top_id = columns.first + columns.start(j) + numerics.first_maximum(z)
   return Rows(top, top_id, _total(z, top, temperature))
 
 
-def _join(parts: Rows, temperature: float) -> Rows:
-  """Of a row, from those of its blocks, which lie along the first axis."""
-  top = jnp.max(parts.top, axis=0)
-  shares = jnp.exp((parts.top - finite(top)[None]) / temperature)
-  best = jnp.argmax(parts.top, axis=0)[None]
-  return Rows(
-    top,
-    jnp.take_along_axis(parts.top_id, best, axis=0)[0],
-    jnp.sum(parts.total * shares, axis=0),
+def _join(
+  parts: Statistics, form: tokens.Form, temperature: float, over: Over
+) -> Statistics:
+  """Of whole rows, from those of parts, but for the logits of ids."""
+  student = _join_rows(parts.student, temperature, over)
+  teacher = parts.teacher and _join_rows(parts.teacher, temperature, over)
+  excess = hard_total = None
+  if parts.excess is not None:
+    excess = _join_excess(parts, student, teacher, temperature, over)
+  if parts.hard_total is not None:
+    hard_total = _join_rows(
+      parts.student._replace(total=parts.hard_total),
+      form.hard_temperature,
+      over,
+    ).total
+  return Statistics(
+    student=student,
+    teacher=teacher,
+    excess=excess,
+    rest=parts.rest and _join_rows(parts.rest, form.temperature, over),
+    hard_total=hard_total,
+    target=None,
+    listed=None,
   )
+
+
+def _join_rows(parts: Rows, temperature: float, over: Over) -> Rows:
+  top = over.max(parts.top)
+  ids = jnp.where(parts.top == top, parts.top_id, jnp.iinfo(jnp.int32).max)
+  shares = jnp.exp((parts.top - finite(top)) / temperature)
+  return Rows(top, over.min(ids), over.sum(parts.total * shares))
+
+
+def _join_excess(
+  parts: Statistics,
+  student: Rows,
+  teacher: Rows,
+  temperature: float,
+  over: Over,
+) -> jax.Array:
+  """Of rows, from the excess `e_j` and the teacher's total `t_j` of parts.
+
+  With `a_j` and `b_j` the student's and the teacher's maximum of a part less
+  the row's, over `T`, it is the sum of `e_j exp(a_j)` and
+  `t_j exp(b_j) (exp(a_j - b_j) - 1)`. Where the rows are near, `a_j - b_j` is
+  small.
+  """
+  a = (parts.student.top - finite(student.top)) / temperature
+  b = (parts.teacher.top - finite(teacher.top)) / temperature
+  gap = (parts.student.top - parts.teacher.top) - (student.top - teacher.top)
+  apart = jnp.expm1(gap / temperature)
+  total = parts.teacher.total
+  terms = jnp.where(total == 0, 0, total * jnp.exp(b) * apart)
+  return over.sum(terms + parts.excess * jnp.exp(a))

@@ -164,8 +164,8 @@ def _pair(
 ) -> tuple[jax.Array, ...]:
   """`p`, `q`, `d = log q - log p`, and `u`, `v`: logits less their maximum.
 
-  The ratio of the sums is 1 + `stats.excess`, which keeps its digits where the
-  rows are near.
+  The ratio of the sums is 1 + `excess`, which keeps its digits where the rows
+  are near.
   """
   teacher, student = stats.teacher, stats.student
   u = (y - statistics.finite(teacher.top)[:, None]) * (1 / temperature)
@@ -179,10 +179,11 @@ def _pair(
   of_z = jnp.where(is_near, 0, student.top)[:, None]
   of_y = jnp.where(is_near, 0, teacher.top)[:, None]
   gap = (z - of_z) - (y - of_y) - jnp.where(is_near, offset, 0)[:, None]
-  is_close = jnp.abs(stats.excess) < 0.5
+  excess = stats.excess / teacher.total
+  is_close = jnp.abs(excess) < 0.5
   log_totals = jnp.where(
     is_close,
-    jnp.log1p(jnp.where(is_close, stats.excess, 0)),
+    jnp.log1p(jnp.where(is_close, excess, 0)),
     jnp.log(student.total / teacher.total),
   )
   d = gap * (1 / temperature) - log_totals[:, None]

@@ -9,6 +9,7 @@ from jax import lax
 import jax.numpy as jnp
 
 from diffusion_objectives.objectives.linear_vocabulary import blocks
+from diffusion_objectives.objectives.linear_vocabulary import placement
 from diffusion_objectives.objectives.linear_vocabulary import projection
 
 
@@ -24,6 +25,7 @@ class Form:
     token_block, vocabulary_block: `c` and `v`; None is the platform's.
     keeps_tile: whether the second pass reads the first one's logits, or forms
       them again.
+    placement: where tokens and vocabulary lie.
   """
 
   soft: float
@@ -33,6 +35,7 @@ class Form:
   token_block: int | None
   vocabulary_block: int | None
   keeps_tile: bool
+  placement: placement.Placement
 
 
 class Listed(NamedTuple):
