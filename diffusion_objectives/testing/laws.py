@@ -365,7 +365,8 @@ def sharded_equals_unsharded(subject: _Subject, case: strategies.Case) -> None:
     mesh, jax.sharding.PartitionSpec("data")
   )
   placed = jax.device_put((case.prediction, case.batch), sharding)
-  actual, sharded = subject.compiled(*placed)
+  with jax.set_mesh(mesh):
+    actual, sharded = subject.compiled(*placed)
   expected, gradient = subject.compiled(case.prediction, case.batch)
   _assert_outputs_near(actual, expected, case.magnitude)
   jax.tree.map(

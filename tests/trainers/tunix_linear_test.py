@@ -361,6 +361,17 @@ def small_hidden(model, model_inputs):
   return hidden, head
 
 
+def padded_hidden(model, model_inputs):
+  """With one more column, so that they divide over four devices."""
+  hidden, head = small_hidden(model, model_inputs)
+  padded = do.OutputHead(
+    kernel=jnp.pad(head.kernel, ((0, 0), (0, 1))),
+    bias=jnp.pad(head.bias, (0, 1)),
+    vocabulary_size=head.size,
+  )
+  return hidden, padded
+
+
 def embed_inputs(batch):
   tokens = batch.model_inputs["input_tokens"]
   return dataclasses.replace(batch, model_inputs={"inputs": tokens})
@@ -423,23 +434,25 @@ def small_trainer(**config):
   return make_trainer(steps=2, eval_every_n_steps=1, **config)
 
 
-def trained_on_teacher(kind, trainer, teacher, **changes):
+def trained_on_teacher(
+  kind, trainer, teacher, hidden_fn=small_hidden, **changes
+):
   """Two updates and their evaluations, with the teacher in one of its forms."""
   micro, evaluation = small_batches(4), small_batches(2, seed=1)
   configure = functools.partial(
     tunix.configure_prepared_diffusion_opd, trainer, **{**OPD, **changes}
   )
   if kind == "module":
-    configure(hidden_fn=small_hidden, frozen=teacher)
+    configure(hidden_fn=hidden_fn, frozen=teacher)
     trainer.train(micro, evaluation)
     return trainer
   if kind == "dense":
     configure(student_logits_fn=small_logits)
   elif kind == "dense teacher":
-    configure(hidden_fn=small_hidden)
+    configure(hidden_fn=hidden_fn)
   else:
-    _, head = small_hidden(teacher, micro[0].model_inputs)
-    configure(hidden_fn=small_hidden, frozen=head)
+    _, head = hidden_fn(teacher, micro[0].model_inputs)
+    configure(hidden_fn=hidden_fn, frozen=head)
   trainer.train(
     [distillation(b, teacher, kind) for b in micro],
     [distillation(b, teacher, kind) for b in evaluation],
@@ -881,7 +894,7 @@ def test_frozen_arrays_keep_their_place_on_a_mesh():
       monkeypatch.setattr(
         tunix.frozen_arrays.SuppliedStep, "_supplied", watched
       )
-      trained_on_teacher("module", trainer, teacher)
+      trained_on_teacher("module", trainer, teacher, padded_hidden)
   assert len(given) == 4 + 3 * 2
   for arrays in given[1:]:  # placed once: the same objects in each step
     assert all(a is b for a, b in zip(arrays, given[0], strict=True))
@@ -913,7 +926,7 @@ def test_frozen_arrays_in_another_order_of_the_devices_are_replaced():
       student, jax.device_put(state, jax.sharding.NamedSharding(mesh, spec))
     )
     trainer = small_trainer(model=student)
-    trained_on_teacher("module", trainer, teacher)
+    trained_on_teacher("module", trainer, teacher, padded_hidden)
   assert_same_run(trainer, single, 2e-6)
 
 

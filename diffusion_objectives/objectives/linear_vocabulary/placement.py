@@ -234,23 +234,7 @@ def of(
       f"{place}",
     )
   _check_columns(place, given)
-  for name, size, split in (
-    ("batch", hidden.shape[0], place.batch),
-    ("length", hidden.shape[1], place.length),
-    *(
-      (f"features of {n}", h.features, place.features) for n, h in given.items()
-    ),
-    *(
-      (f"columns of {n}", h.columns, place.vocabulary) for n, h in given.items()
-    ),
-  ):
-    parts = math.prod(mesh.shape[axis] for axis in _names(split))
-    if isinstance(size, int) and size % parts:  # not symbolic
-      raise checks.fail(
-        ValueError,
-        f"{name} must divide over {parts} devices of {split!r}",
-        size,
-      )
+  _check_sizes(place, hidden, given)
   return place
 
 
@@ -368,6 +352,30 @@ def _in_manual_region(
   place = Placement(vocabulary=named.vocabulary)
   _check_columns(place, given)
   return place
+
+
+def _check_sizes(
+  place: Placement, hidden: Any, given: dict[str, heads.OutputHead]
+) -> None:
+  hint = " (pad them, and give vocabulary_size)"
+  for name, size, split in (
+    ("batch", hidden.shape[0], place.batch),
+    ("length", hidden.shape[1], place.length),
+    *(
+      (f"features of {n}", h.features, place.features) for n, h in given.items()
+    ),
+    *(
+      (f"columns of {n}", h.columns, place.vocabulary) for n, h in given.items()
+    ),
+  ):
+    parts = math.prod(place.mesh.shape[axis] for axis in _names(split))
+    if isinstance(size, int) and size % parts:  # not symbolic
+      raise checks.fail(
+        ValueError,
+        f"{name} must divide over {parts} devices of {split!r}"
+        f"{hint if name.startswith('columns') else ''}",
+        size,
+      )
 
 
 def _check_columns(

@@ -78,9 +78,26 @@ def shards(axis: str) -> Over:
   return Over(
     *(
       functools.partial(f, axis_name=axis)
-      for f in (lax.pmax, lax.pmin, lax.psum)
+      for f in (_largest, lax.pmin, lax.psum)
     )
   )
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _largest(array: jax.Array, axis_name: str) -> jax.Array:
+  """`lax.pmax`, which JAX does not differentiate."""
+  return lax.pmax(array, axis_name)
+
+
+@_largest.defjvp
+def _largest_jvp(axis_name, primals, tangents):
+  """The tangent where the maximum is; of several, their mean."""
+  (array,), (tangent,) = primals, tangents
+  top = _largest(array, axis_name=axis_name)
+  is_top = array == top
+  share = jnp.where(is_top, tangent, 0)
+  number = lax.psum(is_top.astype(array.dtype), axis_name)
+  return top, lax.psum(share, axis_name) / number
 
 
 def measure(
