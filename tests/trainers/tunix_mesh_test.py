@@ -42,12 +42,20 @@ class ShardedNetwork(nnx.Module):
     self.hidden = nnx.Linear(WIDTH, 32, kernel_init=init, rngs=rngs)
     self.head = nnx.Linear(32, WIDTH, kernel_init=init, rngs=rngs)
 
+  def before_head(self, input_tokens):
+    return jnp.tanh(self.hidden(self.embed(input_tokens)))
+
   def __call__(self, input_tokens):
-    return self.head(jnp.tanh(self.hidden(self.embed(input_tokens))))
+    return self.head(self.before_head(input_tokens))
 
 
-def sharded_network(mesh, rows, columns):
-  model = ShardedNetwork(nnx.Rngs(0), rows, columns)
+def hidden_and_head(model, model_inputs):
+  head = do.OutputHead(kernel=model.head.kernel[...], bias=model.head.bias[...])
+  return model.before_head(**model_inputs), head
+
+
+def sharded_network(mesh, rows, columns, seed=0):
+  model = ShardedNetwork(nnx.Rngs(seed), rows, columns)
   state = nnx.state(model)
   nnx.update(model, jax.device_put(state, nnx.get_named_sharding(state, mesh)))
   return model
@@ -61,7 +69,7 @@ def mesh_batch(rng, scale):
   )
 
 
-def trained_on(shape, names, data, rows=None, columns=None):
+def trained_on(via, shape, names, data, rows=None, columns=None):
   mesh = jax.make_mesh(
     shape, names, axis_types=(jax.sharding.AxisType.Auto,) * len(names)
   )
@@ -72,8 +80,14 @@ def trained_on(shape, names, data, rows=None, columns=None):
       steps=2,
       data_sharding_axis=names[:1],
     )
+    options = {}
+    if via != "logits":
+      options["hidden_fn"] = hidden_and_head
+    if via == "hidden states of both":
+      options["frozen"] = sharded_network(mesh, rows, columns, seed=1)
+      data = [batch.student_batch for batch in data]
     tunix.configure_prepared_diffusion_opd(
-      trainer, temperature=2.0, hard_loss_weight=0.5
+      trainer, temperature=2.0, hard_loss_weight=0.5, **options
     )
     trainer.train(data)
   return trainer
@@ -90,10 +104,13 @@ def trained_on(shape, names, data, rows=None, columns=None):
   ],
   ids=["data", "fsdp", "tensor", "fsdp 4 x tensor 2", "fsdp 2 x tensor 4"],
 )
-def test_the_hook_is_exact_on_a_mesh(shape, names, rows, columns):
+@pytest.mark.parametrize(
+  "via", ["logits", "hidden states", "hidden states of both"]
+)
+def test_the_hook_is_exact_on_a_mesh(via, shape, names, rows, columns):
   data = unequal(6, mesh_batch)
-  single = trained_on((1,), ("data",), data)
-  sharded = trained_on(shape, names, data, rows, columns)
+  single = trained_on(via, (1,), ("data",), data)
+  sharded = trained_on(via, shape, names, data, rows, columns)
   head = sharded.model.head.kernel[...].sharding.spec
   assert head == jax.sharding.PartitionSpec(rows, columns) or not (
     rows or columns
