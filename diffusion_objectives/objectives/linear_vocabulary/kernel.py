@@ -74,7 +74,7 @@ def run(form: tokens.Form, wanted: Gradients, operands: Operands) -> Result:
   place = form.placement
   if place.mesh is None:
     return _on_device(form, wanted, operands)
-  rows = place.rows()
+  rows: Any = place.rows()
   head = place.of_head(operands.head)
   a, b = head.low_rank or (None, None)
   parts = (rows, head.kernel, head.bias, a, b)
@@ -147,8 +147,8 @@ def _on_device(
   def on(platform):
     return functools.partial(_run, form, wanted, platform)
 
-  by_tokens = operands._replace(head=None, teacher_head=None)
-  flat = jax.tree.map(_flat, by_tokens)
+  no_heads: Any = {"head": None, "teacher_head": None}
+  flat = jax.tree.map(_flat, operands._replace(**no_heads))
   result = lax.platform_dependent(
     flat._replace(head=operands.head, teacher_head=operands.teacher_head),
     cpu=on(blocks.CPU),
