@@ -1,0 +1,380 @@
+r"""How a state moves by the directions of the heads.
+
+Over a block of intervals, with increments `w_j` of each modality (`schedule`),
+
+  x' = x + sum_j w_j q_j                                                    (1)
+     = x + (sum_j w_j) v,  v = sum_j a_j q_j,  a_j = w_j / sum_j w_j.       (2)
+
+(1) takes all heads and blocks of each row's own. (2) takes their weighted mean,
+which an output layer that is linear gives at once, as the weighted mean of its
+heads' parameters: a few-step sampler never forms a head.
+
+States are mappings from modality to `[batch, ...]`, heads to `[batch, heads,
+...]`. Increments are formed in float64 on the host and cast once; sums run in
+at least float32, which is the dtype of what comes back.
+"""
+
+from collections.abc import Callable
+from collections.abc import Mapping
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffusion_objectives._core import checks
+from diffusion_objectives._core import numerics
+from diffusion_objectives.objectives.parallel_decoding import schedule
+
+State = Mapping[str, jax.Array]
+
+
+def advance_block(
+  flow: schedule.FlowSchedule,
+  state: State,
+  heads: State,
+  start: Any,
+  end: Any,
+  *,
+  head_offset: int = 0,
+) -> dict[str, jax.Array]:
+  """The state after each row's own block, (1).
+
+  Heads outside of a row's block may hold anything. A row whose block is empty
+  keeps its state.
+
+  Args:
+    flow: the schedule.
+    state: `[batch, ...]` floating-point, by modality.
+    heads: `[batch, heads, ...]` floating-point, by modality.
+    start: `[batch]` integers, or one for all.
+    end: `[batch]` integers, or one for all, exclusive.
+    head_offset: the interval of the first head at hand.
+
+  Returns:
+    States in at least float32. Under trace, a row whose block is not covered by
+    the heads at hand, or ends before it starts, is NaN.
+
+  Raises:
+    TypeError: another type or dtype.
+    ValueError: other modalities or shapes, or a block as above.
+
+  Example:
+    >>> flow = schedule.FlowSchedule(4, {"image": 1.0}, end=1.0)
+    >>> state = {"image": jnp.ones((2, 1))}
+    >>> heads = {"image": jnp.array([[[1.0], [2.0], [3.0], [4.0]]] * 2)}
+    >>> moved = advance_block(flow, state, heads, jnp.array([0, 2]), 3)
+    >>> moved["image"].ravel().tolist()
+    [-0.5, 0.25]
+
+  Source: arXiv:2607.26004, algorithm 3.
+  """
+  _check_state(flow, "state", state)
+  count = _check_heads(flow, state, heads)
+  rows = next(iter(state.values())).shape[0]
+  offset = _offset(flow, head_offset, count)
+  start, end = (
+    _indices(name, value, rows)
+    for name, value in (("start", start), ("end", end))
+  )
+  covered = (offset <= start) & (start <= end) & (end <= offset + count)
+  if checks.is_concrete(covered) and not np.all(covered):
+    raise checks.fail(
+      ValueError,
+      f"blocks must lie within the heads at hand, {offset} to"
+      f" {offset + count}, and end no earlier than they start",
+      f"start {np.asarray(start).tolist()} and end {np.asarray(end).tolist()}",
+    )
+  intervals = offset + jnp.arange(count, dtype=jnp.int32)[None, :]
+  is_within = (intervals >= start[:, None]) & (intervals < end[:, None])
+
+  def move(name):
+    dtype = numerics.accumulation_dtype(
+      numerics.product_dtype(state[name].dtype, heads[name].dtype)
+    )
+    widths = flow.increments[name][offset : offset + count]
+    rest = (1,) * (state[name].ndim - 1)
+    steps = jnp.asarray(widths, dtype).reshape(1, count, *rest)
+    directions = heads[name].astype(dtype)
+    change = jnp.sum(
+      jnp.where(is_within.reshape(rows, count, *rest), steps * directions, 0),
+      axis=1,
+    )
+    moved = state[name].astype(dtype) + change
+    return numerics.poison(moved, covered.reshape(rows, *rest))
+
+  return {name: move(name) for name in flow.modalities}
+
+
+def advance_fused(
+  flow: schedule.FlowSchedule,
+  state: State,
+  velocity: State,
+  start: int,
+  end: int,
+) -> dict[str, jax.Array]:
+  """The state after one block by the mean direction of its heads, (2).
+
+  Args:
+    flow: the schedule.
+    state: `[batch, ...]` floating-point, by modality.
+    velocity: of the same shapes, the heads' mean with `block_weights`.
+    start: the first interval.
+    end: that after the last.
+
+  Returns:
+    States in at least float32.
+
+  Raises:
+    TypeError, ValueError: as `advance_block`; or an empty block.
+
+  Example:
+    >>> flow = schedule.FlowSchedule(4, {"image": 1.0}, end=1.0)
+    >>> state = {"image": jnp.ones((1, 1))}
+    >>> moved = advance_fused(flow, state, {"image": jnp.ones((1, 1))}, 1, 3)
+    >>> moved["image"].tolist()
+    [[0.5]]
+  """
+  _check_state(flow, "state", state)
+  _check_state(flow, "velocity", velocity)
+  first, last = block(flow, start, end)
+  nodes = flow.nodes
+  widths = flow.increment(nodes[first], nodes[last])
+
+  def move(name):
+    if velocity[name].shape != state[name].shape:
+      raise checks.fail(
+        ValueError,
+        f"velocity[{name!r}] must match state shape",
+        f"{velocity[name].shape} and {state[name].shape}",
+      )
+    dtype = numerics.accumulation_dtype(
+      numerics.product_dtype(state[name].dtype, velocity[name].dtype)
+    )
+    change = jnp.asarray(widths[name], dtype) * velocity[name].astype(dtype)
+    return state[name].astype(dtype) + change
+
+  return {name: move(name) for name in flow.modalities}
+
+
+def block_weights(
+  flow: schedule.FlowSchedule, start: int, end: int
+) -> dict[str, np.ndarray]:
+  """`a_j` of (2), `[end - start]` by modality: float64, positive, of sum 1.
+
+  Example:
+    >>> flow = schedule.FlowSchedule(4, {"image": 1.0}, end=1.0)
+    >>> block_weights(flow, 1, 3)["image"].tolist()
+    [0.5, 0.5]
+  """
+  first, last = block(flow, start, end)
+  return {
+    name: widths[first:last] / widths[first:last].sum()
+    for name, widths in flow.increments.items()
+  }
+
+
+def fuse_head_parameters(
+  flow: schedule.FlowSchedule,
+  modality: str,
+  parameters: Any,
+  start: int,
+  end: int,
+  *,
+  axis: int = -2,
+) -> Any:
+  """The parameters of a linear output layer that gives `v` of (2).
+
+  Args:
+    flow: the schedule.
+    modality: whose layer it is.
+    parameters: a pytree of arrays with `N` heads along an axis, such as a
+      kernel `[features, heads, channels]` and a bias `[heads, channels]`.
+    start: the first interval.
+    end: that after the last.
+    axis: the heads'.
+
+  Returns:
+    The pytree without that axis, in the dtypes of the parameters; the mean is
+    formed in at least float32.
+
+  Raises:
+    TypeError, ValueError: as `advance_block`; or no such axis of `N` heads.
+
+  Example:
+    >>> flow = schedule.FlowSchedule(2, {"image": 1.0}, end=1.0)
+    >>> kernel = jnp.arange(6.0).reshape(1, 2, 3)
+    >>> fuse_head_parameters(flow, "image", kernel, 0, 2).tolist()
+    [[1.5, 2.5, 3.5]]
+
+  Source: arXiv:2607.26004, algorithm 2.
+  """
+  if modality not in flow.modalities:
+    raise checks.fail(
+      ValueError, f"modality must be one of {flow.modalities}", repr(modality)
+    )
+  weights = block_weights(flow, start, end)[modality]
+
+  def fuse(path, array):
+    label = f"parameters{jax.tree_util.keystr(path)}"
+    if not checks.is_array(array) or not jnp.issubdtype(
+      array.dtype, jnp.floating
+    ):
+      raise checks.fail(
+        TypeError,
+        f"{label} must be a floating-point array",
+        checks.describe(array),
+      )
+    if not -array.ndim <= axis < array.ndim or (
+      array.shape[axis] != flow.intervals
+    ):
+      raise checks.fail(
+        ValueError,
+        f"{label} must have {flow.intervals} heads along axis {axis}",
+        tuple(array.shape),
+      )
+    dtype = numerics.accumulation_dtype(array.dtype)
+    part = jax.lax.slice_in_dim(array, start, end, axis=axis % array.ndim)
+    mean = jnp.tensordot(
+      jnp.asarray(weights, dtype),
+      part.astype(dtype),
+      axes=(0, axis % array.ndim),
+      precision="highest",
+    )
+    return mean.astype(array.dtype)
+
+  return jax.tree_util.tree_map_with_path(fuse, parameters)
+
+
+def sample(
+  flow: schedule.FlowSchedule,
+  velocity: Callable[[State, int, int], State],
+  noise: State,
+  nodes: tuple[int, ...],
+) -> dict[str, jax.Array]:
+  """Few-step sampling: one call a block of a partition, from noise to data.
+
+  Args:
+    flow: the schedule.
+    velocity: `(state, start, end)` to `v` of (2), the student's one forward at
+      the base time `flow.nodes[start]`.
+    noise: `[batch, ...]` standard normal, by modality.
+    nodes: of `partitions.partition`.
+
+  Returns:
+    The state at base time 0.
+
+  Example:
+    >>> flow = schedule.FlowSchedule(4, {"image": 1.0}, end=1.0)
+    >>> towards = lambda state, start, end: {"image": state["image"] - 3.0}
+    >>> sample(flow, towards, {"image": jnp.ones((1, 1))}, (0, 4))["image"]
+    Array([[3.]], dtype=float32)
+  """
+  _check_state(flow, "noise", noise)
+  if nodes[0] != 0 or nodes[-1] != flow.intervals:
+    raise checks.fail(
+      ValueError, f"nodes must rise from 0 to {flow.intervals}", nodes
+    )
+  state: State = {
+    name: flow.sigmas[name][0].astype(np.float32) * noise[name]
+    for name in flow.modalities
+  }
+  for start, end in itertools.pairwise(nodes):
+    state = advance_fused(flow, state, velocity(state, start, end), start, end)
+  return dict(state)
+
+
+def block(flow: schedule.FlowSchedule, start: Any, end: Any) -> tuple[int, int]:
+  """Checks a static block, `0 <= start < end <= N`."""
+  if start != 0 or isinstance(start, bool):
+    checks.positive_integer("start", start)
+  first, last = int(start), checks.positive_integer("end", end)
+  if not first < last <= flow.intervals:
+    raise checks.fail(
+      ValueError,
+      f"start and end must rise within 0 to {flow.intervals}",
+      f"{first} and {last}",
+    )
+  return first, last
+
+
+def _check_state(flow: schedule.FlowSchedule, name: str, state: Any) -> None:
+  if not isinstance(state, Mapping):
+    raise checks.fail(
+      TypeError,
+      f"{name} must be a mapping from modality to array",
+      checks.describe(state),
+    )
+  if set(state) != set(flow.modalities):
+    raise checks.fail(
+      ValueError,
+      f"{name} must have the modalities of the schedule, {flow.modalities}",
+      tuple(state),
+    )
+  sizes = set()
+  for modality, array in state.items():
+    label = f"{name}[{modality!r}]"
+    if not checks.is_array(array) or not jnp.issubdtype(
+      array.dtype, jnp.floating
+    ):
+      raise checks.fail(
+        TypeError,
+        f"{label} must be a floating-point array",
+        checks.describe(array),
+      )
+    if not array.shape:
+      raise checks.fail(
+        ValueError, f"{label} must be batch-major, not scalar", "shape ()"
+      )
+    sizes.add(array.shape[0])
+  if len(sizes) > 1:
+    raise checks.fail(
+      ValueError, f"{name} must have one batch size", sorted(sizes)
+    )
+
+
+def _check_heads(flow: schedule.FlowSchedule, state: State, heads: Any) -> int:
+  """The number of heads at hand."""
+  _check_state(flow, "heads", heads)
+  counts = set()
+  for name, array in heads.items():
+    wanted = state[name].shape
+    if array.shape[:1] + array.shape[2:] != wanted or len(array.shape) < 2:
+      raise checks.fail(
+        ValueError,
+        f"heads[{name!r}] must have a state's shape with an axis of heads"
+        " after the batch",
+        f"{array.shape} for {wanted}",
+      )
+    counts.add(array.shape[1])
+  if len(counts) > 1:
+    raise checks.fail(
+      ValueError, "heads must be as many for each modality", sorted(counts)
+    )
+  return counts.pop()
+
+
+def _offset(flow: schedule.FlowSchedule, offset: Any, count: int) -> int:
+  if offset != 0 or isinstance(offset, bool):
+    checks.positive_integer("head_offset", offset)
+  if int(offset) + count > flow.intervals:
+    raise checks.fail(
+      ValueError,
+      f"heads must lie within the {flow.intervals} intervals",
+      f"{count} from {offset}",
+    )
+  return int(offset)
+
+
+def _indices(name: str, value: Any, rows: int) -> jax.Array:
+  if isinstance(value, int) and not isinstance(value, bool):
+    return jnp.full(rows, value, jnp.int32)
+  checks.array(name, value, dtype="integer", axes=("batch",))
+  if value.shape[0] != rows:
+    raise checks.fail(
+      ValueError,
+      f"{name} must share the batch axis",
+      f"{value.shape[0]}, {rows}",
+    )
+  return numerics.cast(value, jnp.dtype(jnp.int32))
