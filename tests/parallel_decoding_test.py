@@ -548,6 +548,35 @@ def test_a_static_block_has_to_rise(start, end):
     trajectory.block_weights(GOLDEN, start, end)
 
 
+@pytest.mark.parametrize("index", [3, np.array([0, 31, 5])])
+def test_previews_of_a_straight_path_are_its_data(index):
+  flow = FlowSchedule(32, BOTH)
+  rng = np.random.default_rng(0)
+  data, noise = ({n: rng.standard_normal((3, 2)) for n in BOTH} for _ in "ab")
+
+  def at(indices):
+    levels = {n: flow.sigmas[n][indices].reshape(-1, 1) for n in BOTH}
+    return {n: (1 - levels[n]) * data[n] + levels[n] * noise[n] for n in BOTH}
+
+  with jax.enable_x64(True):
+    direction = {n: noise[n] - data[n] for n in BOTH}
+    found = trajectory.data_from_head(flow, at(index), direction, index)
+    chord = trajectory.data_from_points(flow, at(4), at(9), 4, 9)
+    last = trajectory.data_from_points(flow, at(4), noise, 4, 32)
+  for name in BOTH:
+    np.testing.assert_allclose(found[name], data[name], atol=1e-14)
+    np.testing.assert_allclose(chord[name], data[name], atol=1e-12)
+    np.testing.assert_allclose(last[name], noise[name], atol=1e-13)
+
+
+def test_a_preview_beyond_the_grid_is_nan():
+  state = {name: jnp.ones((3, 1)) for name in BOTH}
+  index = jnp.array([-1, 4, 5])
+  found = trajectory.data_from_head(GOLDEN, state, state, index)
+  for x in found.values():
+    assert np.isnan(x[:, 0]).tolist() == [True, False, True]
+
+
 # The teacher's target.
 
 

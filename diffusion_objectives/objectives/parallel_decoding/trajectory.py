@@ -285,6 +285,103 @@ def sample(
   return dict(state)
 
 
+def data_from_head(
+  flow: schedule.FlowSchedule, state: State, head: State, index: Any
+) -> dict[str, jax.Array]:
+  """A preview of the data from one direction, `x - sigma(u_k) q_k`.
+
+  Args:
+    flow: the schedule.
+    state: `[batch, ...]` floating-point, by modality, at node `k`.
+    head: of the same shapes, the direction there.
+    index: `[batch]` integers `k`, or one for all.
+
+  Example:
+    >>> flow = schedule.FlowSchedule(4, {"image": 1.0}, end=1.0)
+    >>> one = {"image": jnp.ones((1, 1))}
+    >>> data_from_head(flow, one, one, 2)["image"].tolist()
+    [[0.5]]
+  """
+  _check_state(flow, "state", state)
+  _check_state(flow, "head", head)
+  rows = _indices("index", index, next(iter(state.values())).shape[0])
+  minus = {name: -sigmas for name, sigmas in flow.sigmas.items()}
+  return _moved(minus, state, head, rows)
+
+
+def data_from_points(
+  flow: schedule.FlowSchedule,
+  state: State,
+  next_state: State,
+  start: Any,
+  end: Any,
+) -> dict[str, jax.Array]:
+  """A preview of the data from two states: the chord through both, at noise 0.
+
+  `x - sigma(u_start) (x' - x) / (sigma(u_end) - sigma(u_start))`; a block that
+  ends at node `N` gives `x'`.
+
+  Args:
+    flow: the schedule.
+    state: `[batch, ...]` floating-point, by modality, at node `start`.
+    next_state: of the same shapes, at node `end`.
+    start: the first interval.
+    end: that after the last.
+
+  Example:
+    >>> flow = schedule.FlowSchedule(4, {"image": 1.0}, end=1.0)
+    >>> one, two = ({"image": jnp.full((1, 1), x)} for x in (1.0, 2.0))
+    >>> data_from_points(flow, one, two, 0, 2)["image"].tolist()
+    [[3.0]]
+  """
+  _check_state(flow, "state", state)
+  _check_state(flow, "next_state", next_state)
+  first, last = block(flow, start, end)
+  widths = flow.increment(flow.nodes[first], flow.nodes[last])
+  chords = {
+    name: np.asarray([-flow.sigmas[name][first] / widths[name]])
+    for name in flow.modalities
+  }
+  apart = {
+    name: _wide(next_state[name]) - _wide(state[name])
+    for name in flow.modalities
+  }
+  rows = jnp.zeros(next(iter(state.values())).shape[0], jnp.int32)
+  return _moved(chords, state, apart, rows)
+
+
+def _moved(
+  tables: Mapping[str, np.ndarray], state: State, change: State, rows: Any
+) -> dict[str, jax.Array]:
+  """The state and each row's entry of a table times a change."""
+  moved = {}
+  beyond = np.iinfo(np.int32).max
+  rows = jnp.where(rows < 0, beyond, rows)  # JAX would wrap it
+  for name, x in state.items():
+    y = change[name]
+    if y.shape != x.shape:
+      raise checks.fail(
+        ValueError,
+        f"arrays of {name!r} must have one shape",
+        f"{x.shape} and {y.shape}",
+      )
+    dtype = numerics.accumulation_dtype(
+      numerics.product_dtype(x.dtype, y.dtype)
+    )
+    entries = (
+      jnp.asarray(tables[name], dtype)
+      .at[rows]
+      .get(mode="fill", fill_value=jnp.nan)
+    )
+    factor = entries.reshape(-1, *(1,) * (x.ndim - 1))
+    moved[name] = x.astype(dtype) + factor * y.astype(dtype)
+  return moved
+
+
+def _wide(array: jax.Array) -> jax.Array:
+  return numerics.cast(array, numerics.accumulation_dtype(array.dtype))
+
+
 def block(flow: schedule.FlowSchedule, start: Any, end: Any) -> tuple[int, int]:
   """Checks a static block, `0 <= start < end <= N`."""
   if start != 0 or isinstance(start, bool):
