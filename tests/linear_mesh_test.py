@@ -159,6 +159,34 @@ def test_a_mesh_of_explicit_axes():
   )
 
 
+@pytest.mark.parametrize("mesh", ["tensor", "fsdp x tensor"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -1e38])
+def test_padding_may_hold_anything_on_a_mesh(poison, mesh):
+  objective = OBJECTIVES["opd hidden"]
+  case = draw(objective)
+  head, teacher_head = (
+    jax.tree.map(
+      lambda x, columns=head.columns, size=head.size: (
+        np.where(
+          np.indices(x.shape)[x.shape.index(columns)] >= size, poison, x
+        ).astype(x.dtype)
+        if columns in x.shape
+        else x
+      ),
+      head,
+    )
+    for head in (case.head, case.teacher_head)
+  )
+  assert not np.array_equal(head.kernel, case.head.kernel, equal_nan=True)
+  loss = objective.bind(**BLOCKS)
+  spoilt = dataclasses.replace(case, head=head, teacher_head=teacher_head)
+  with jax.set_mesh(mesh_of(MESHES[mesh])):
+    run = linear_cases.compiled(loss)
+    clean = run(*linear_cases.on_device(case))
+    found = run(*linear_cases.on_device(spoilt))
+  jax.tree.map(np.testing.assert_array_equal, found, clean)
+
+
 @pytest.mark.parametrize("mesh", ["data", "fsdp x tensor"])
 @pytest.mark.parametrize("rows", [[], [3], [0, 1, 5]])
 def test_devices_may_have_unequal_work(mesh, rows):
@@ -413,13 +441,15 @@ def test_a_region_over_tokens_alone_leaves_the_rest_to_the_mesh():
 
 def small_loss(sizes, shape=(4, 2, 8), head=None, manual=None, **how):
   """A cross entropy on a mesh, in context or in a manual region."""
-  ids = jnp.zeros(shape[:2], jnp.int32)
-  batch = do.DiffusionTokenBatch(
-    model_inputs={"x": ids}, target_ids=ids, loss_weights=jnp.ones(shape[:2])
-  )
   head = head or do.OutputHead(kernel=jnp.ones((8, 8)))
 
   def loss(hidden):
+    ids = jnp.zeros(hidden.shape[:2], jnp.int32)
+    batch = do.DiffusionTokenBatch(
+      model_inputs={"x": ids},
+      target_ids=ids,
+      loss_weights=jnp.ones(ids.shape),
+    )
     output = do.linear_weighted_cross_entropy_loss(hidden, head, batch, **how)
     return output.primary_loss.unreduced_sum
 
@@ -428,9 +458,8 @@ def small_loss(sizes, shape=(4, 2, 8), head=None, manual=None, **how):
     return loss(hidden)
   mesh = mesh_of(sizes)
   if manual is not None:
-    return jax.shard_map(
-      loss, mesh=mesh, in_specs=P(), out_specs=P(), **manual
-    )(hidden)
+    manual = {"in_specs": P(), "out_specs": P(), **manual}
+    return jax.shard_map(loss, mesh=mesh, **manual)(hidden)
   with jax.set_mesh(mesh):
     return jax.jit(loss)(hidden)
 
@@ -498,6 +527,18 @@ WRONG = {
   "features in a region": (
     dict(sizes={"x": 2}, manual={}, feature_axis="x"),
     "in a manual region features must be whole .*; received",
+  ),
+  "tokens' axis in a region": (
+    dict(
+      sizes={"tp": 2},
+      manual={"in_specs": P("tp")},
+      vocabulary_axis="tp",
+    ),
+    "hidden must be the same along vocabulary_axis='tp' .*; received",
+  ),
+  "whole head in a region": (
+    dict(sizes={"tp": 2}, manual={}, vocabulary_axis="tp"),
+    r"head\.kernel must differ along vocabulary_axis='tp' .*; received",
   ),
   "unchecked region": (
     dict(sizes={"tp": 2}, manual={"check_vma": False}, vocabulary_axis="tp"),

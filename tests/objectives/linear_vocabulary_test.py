@@ -546,6 +546,30 @@ def test_padding_columns_may_hold_anything(name, implementation, spoil):
     np.testing.assert_array_equal(gradient, expected[2][key], err_msg=key)
 
 
+@pytest.mark.parametrize("spoil", [1e30, NAN, INF])
+def test_the_dense_form_reads_no_padding_either(spoil):
+  case = linear_cases.draw(OBJECTIVES["cross entropy"], EDGE_FORM)
+  hidden, head = jnp.asarray(case.hidden), case.head
+  spoiled = dataclasses.replace(
+    head,
+    kernel=at(head.kernel, (slice(None), slice(23, None)), spoil),
+    bias=at(head.bias, slice(23, None), spoil),
+  )
+
+  @jax.jit
+  def slopes(hidden, head):
+    return jax.grad(
+      lambda *operands: jnp.sum(jnp.cos(operands[1].logits(operands[0]))),
+      argnums=(0, 1),
+    )(hidden, head)
+
+  jax.tree.map(
+    np.testing.assert_array_equal,
+    slopes(hidden, spoiled),
+    slopes(hidden, head),
+  )
+
+
 @edges
 def test_an_active_id_outside_the_vocabulary_is_nan(name, implementation):
   loss, objective, case = edge(name, implementation)

@@ -142,16 +142,18 @@ class OutputHead:
     kernel = jnp.asarray(self.kernel).astype(product)
     if self.layout != LAYOUTS[0]:
       kernel = kernel.T
+    kernel = kernel[:, : self.size]
     u = jnp.matmul(hidden.astype(product), kernel, preferred_element_type=dtype)
     if self.low_rank is not None:
       a, b = (jnp.asarray(x).astype(dtype) for x in self.low_rank)
-      u += hidden.astype(dtype) @ a @ b
+      u += hidden.astype(dtype) @ a @ b[:, : self.size]
     if self.bias is not None:
-      u += jnp.broadcast_to(jnp.asarray(self.bias).astype(dtype), u.shape)
+      bias = jnp.asarray(self.bias)[: self.size].astype(dtype)
+      u += jnp.broadcast_to(bias, u.shape)
     z = self.logit_scale * u
     if self.soft_cap is not None:
       z = self.soft_cap * jnp.tanh(z / self.soft_cap)
-    return z[..., : self.size]
+    return z
 
 
 def check_features(name: str, hidden: Any, head: OutputHead) -> None:

@@ -98,16 +98,14 @@ def run(form: tokens.Form, wanted: Gradients, operands: Operands) -> Result:
         )
       )
 
+  def whole(head):
+    return head and place.whole_features(place.without_padding(head))
+
   def on_shard(operands):
-    result = _on_device(
-      form,
-      wanted,
-      operands._replace(
-        head=place.whole_features(operands.head),
-        teacher_head=operands.teacher_head
-        and place.whole_features(operands.teacher_head),
-      ),
+    operands = operands._replace(
+      head=whole(operands.head), teacher_head=whole(operands.teacher_head)
     )
+    result = _on_device(form, wanted, operands)
     gradients = result.gradients
     hidden = jax.tree.map(place.total_of_columns, gradients.hidden)
     gradients = jax.tree.map(

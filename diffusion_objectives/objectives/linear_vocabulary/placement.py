@@ -144,6 +144,22 @@ class Placement:
 
     return jax.tree.map(gather, head, self.of_head(head))
 
+  def without_padding(self, head: heads.OutputHead) -> heads.OutputHead:
+    """The head with 0 where a device's columns stand for no id."""
+    if self.vocabulary is None or head.vocabulary_size is None:
+      return head
+    columns = head.columns
+    is_id = self.first(columns) + jnp.arange(columns) < head.vocabulary_size
+
+    def clean(array, spec):
+      if self.vocabulary not in tuple(spec):
+        return array
+      shape = [1] * array.ndim
+      shape[tuple(spec).index(self.vocabulary)] = columns
+      return jnp.where(is_id.reshape(shape), array, 0)
+
+    return jax.tree.map(clean, head, self.of_head(head))
+
   def total_of_columns(self, gradient: jax.Array) -> jax.Array:
     """By tokens, the sum over all columns."""
     if self.vocabulary is None:
@@ -207,7 +223,7 @@ def of(
     )
   free = _free(mesh)
   if {named.features, named.vocabulary} & (set(mesh.shape) - set(free)):
-    return _in_manual_region(named, free, given)
+    return _in_manual_region(named, free, hidden, given)
   sizes = {name: mesh.shape[name] for name in free if mesh.shape[name] > 1}
   if not sizes:
     return Placement()
@@ -323,7 +339,10 @@ def _free(mesh: Any) -> list[str]:
 
 
 def _in_manual_region(
-  named: Placement, free: list[str], given: dict[str, heads.OutputHead]
+  named: Placement,
+  free: list[str],
+  hidden: Any,
+  given: dict[str, heads.OutputHead],
 ) -> Placement:
   """The caller has mapped: each device has its tokens and its columns."""
   if named.features is not None or named.axes & set(free):
@@ -333,7 +352,8 @@ def _in_manual_region(
       " that are named must be mapped over",
       f"{named}, where {free} are not",
     )
-  index = lax.axis_index(named.vocabulary)
+  axis: Any = named.vocabulary
+  index = lax.axis_index(axis)
   if jax.typeof(index) == jax.typeof(jnp.zeros((), index.dtype)):
     raise checks.fail(
       ValueError,
@@ -341,6 +361,7 @@ def _in_manual_region(
       " jax.shard_map, which knows what is the same on all shards",
       "check_vma=False",
     )
+  _check_split("hidden", hidden, axis, is_split=False)
   for name, head in given.items():
     if head.vocabulary_size is not None:
       raise checks.fail(
@@ -349,9 +370,26 @@ def _in_manual_region(
         " the vocabulary (a bias of -inf excludes ids)",
         head.vocabulary_size,
       )
+    _check_split(f"{name}.kernel", head.kernel, axis, is_split=True)
   place = Placement(vocabulary=named.vocabulary)
   _check_columns(place, given)
   return place
+
+
+def _check_split(name: str, array: Any, axis: str, *, is_split: bool) -> None:
+  """Checks whether JAX knows an array as one that differs along an axis."""
+  array = jnp.asarray(array)
+  if 0 in array.shape:
+    return
+  corner = array[(0,) * array.ndim]
+  split = corner + lax.axis_index(axis).astype(corner.dtype)
+  if (jax.typeof(split) == jax.typeof(corner)) != is_split:
+    raise checks.fail(
+      ValueError,
+      f"{name} must {'differ' if is_split else 'be the same'} along"
+      f" vocabulary_axis={axis!r} in a manual region",
+      "one that is the same" if is_split else "one that differs",
+    )
 
 
 def _check_sizes(
