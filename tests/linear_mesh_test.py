@@ -199,6 +199,23 @@ def test_devices_may_have_unequal_work(mesh, rows):
   agrees_on(MESHES[mesh], objective, dataclasses.replace(case, batch=batch))
 
 
+def test_a_low_rank_pair_of_rank_0_on_a_mesh():
+  case = draw(OBJECTIVES["cross entropy"], PLAIN)
+  hidden, head, _, batch, _ = linear_cases.on_device(case)
+  pair = jnp.zeros((FEATURES, 0)), jnp.zeros((0, COLUMNS))
+
+  def total(hidden, head):
+    output = do.linear_weighted_cross_entropy_loss(hidden, head, batch)
+    return output.primary_loss.compute()
+
+  expected = jax.jit(jax.grad(total))(hidden, head)
+  with jax.set_mesh(mesh_of(MESHES["fsdp x tensor"])):
+    found = jax.jit(jax.grad(total))(
+      hidden, dataclasses.replace(head, low_rank=pair)
+    )
+  np.testing.assert_allclose(found, expected, 1e-5, 1e-6)
+
+
 def test_log_probabilities_on_a_mesh():
   case = draw(OBJECTIVES["cross entropy"])
   hidden, head, weights, batch, _ = linear_cases.on_device(case)
@@ -535,6 +552,14 @@ WRONG = {
       vocabulary_axis="tp",
     ),
     "hidden must be the same along vocabulary_axis='tp' .*; received",
+  ),
+  "automatic tokens in a region": (
+    dict(
+      sizes={"data": 2, "tp": 2},
+      manual={"axis_names": {"tp"}},
+      vocabulary_axis="tp",
+    ),
+    r"must map over every axis of several devices.*; received \{'data': 2\}",
   ),
   "whole head in a region": (
     dict(sizes={"tp": 2}, manual={}, vocabulary_axis="tp"),

@@ -1,6 +1,7 @@
 """The hook on meshes, and on a network of Tunix's own."""
 
 import dataclasses
+import functools
 
 from flax import nnx
 import jax
@@ -20,6 +21,7 @@ from tests.trainers.runs import largest_difference
 from tests.trainers.runs import make_trainer
 from tests.trainers.runs import parameters
 from tests.trainers.runs import token_batch
+from tests.trainers.runs import under_test
 from tests.trainers.runs import unequal
 
 pytestmark = pytest.mark.usefixtures("trainer_module")
@@ -93,6 +95,12 @@ def trained_on(via, shape, names, data, rows=None, columns=None):
   return trainer
 
 
+@functools.cache
+def trained_on_one(via, module):
+  """By one device, once for each trainer, the module that is under test."""
+  return trained_on(via, (1,), ("data",), unequal(6, mesh_batch))
+
+
 @pytest.mark.parametrize(
   ("shape", "names", "rows", "columns"),
   [
@@ -108,9 +116,8 @@ def trained_on(via, shape, names, data, rows=None, columns=None):
   "via", ["logits", "hidden states", "hidden states of both"]
 )
 def test_the_hook_is_exact_on_a_mesh(via, shape, names, rows, columns):
-  data = unequal(6, mesh_batch)
-  single = trained_on(via, (1,), ("data",), data)
-  sharded = trained_on(via, shape, names, data, rows, columns)
+  single = trained_on_one(via, under_test.module)
+  sharded = trained_on(via, shape, names, unequal(6, mesh_batch), rows, columns)
   head = sharded.model.head.kernel[...].sharding.spec
   assert head == jax.sharding.PartitionSpec(rows, columns) or not (
     rows or columns

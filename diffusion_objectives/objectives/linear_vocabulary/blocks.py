@@ -182,6 +182,8 @@ def varying_zero(operands: Any) -> jax.Array:
   if not _is_manual():
     return zero
   for leaf in jax.tree.leaves(operands):
+    if 0 in leaf.shape:
+      continue
     corner = leaf[(0,) * leaf.ndim]
     zero += jnp.where(corner == corner, 0, 0)
   return zero

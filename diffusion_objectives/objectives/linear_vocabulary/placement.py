@@ -223,7 +223,8 @@ def of(
     )
   free = _free(mesh)
   if {named.features, named.vocabulary} & (set(mesh.shape) - set(free)):
-    return _in_manual_region(named, free, hidden, given)
+    left = {name: mesh.shape[name] for name in free if mesh.shape[name] > 1}
+    return _in_manual_region(named, left, hidden, given)
   sizes = {name: mesh.shape[name] for name in free if mesh.shape[name] > 1}
   if not sizes:
     return Placement()
@@ -340,17 +341,30 @@ def _free(mesh: Any) -> list[str]:
 
 def _in_manual_region(
   named: Placement,
-  free: list[str],
+  left: dict[str, int],
   hidden: Any,
   given: dict[str, heads.OutputHead],
 ) -> Placement:
-  """The caller has mapped: each device has its tokens and its columns."""
-  if named.features is not None or named.axes & set(free):
+  """The caller has mapped: each device has its tokens and its columns.
+
+  Args:
+    named: the axes that are named.
+    left: the sizes of those of several devices that are not mapped over.
+    hidden: `[batch, length, features]`.
+    given: the heads by name.
+  """
+  if left:
     raise checks.fail(
       ValueError,
-      "in a manual region features must be whole (jax.lax.all_gather), and axes"
-      " that are named must be mapped over",
-      f"{named}, where {free} are not",
+      "a manual region that splits the vocabulary must map over every axis of"
+      " several devices, as along another they would all do the same",
+      f"{left}, which are not mapped over",
+    )
+  if named.features is not None:
+    raise checks.fail(
+      ValueError,
+      "in a manual region features must be whole (jax.lax.all_gather)",
+      f"{named}",
     )
   axis: Any = named.vocabulary
   index = lax.axis_index(axis)
