@@ -222,10 +222,9 @@ def of(
       f"{named}",
     )
   free = _free(mesh)
-  if {named.features, named.vocabulary} & (set(mesh.shape) - set(free)):
-    left = {name: mesh.shape[name] for name in free if mesh.shape[name] > 1}
-    return _in_manual_region(named, left, hidden, given)
   sizes = {name: mesh.shape[name] for name in free if mesh.shape[name] > 1}
+  if {named.features, named.vocabulary} & (set(mesh.shape) - set(free)):
+    return _in_manual_region(named, sizes, hidden, given)
   if not sizes:
     return Placement()
   if named == Placement():
