@@ -7,6 +7,7 @@ in each layout, clocks, and rows. Every form maps
 
 import argparse
 from collections.abc import Callable
+from collections.abc import Iterable
 import contextlib
 import dataclasses
 import datetime
@@ -791,6 +792,26 @@ def add_sizes(
     metavar="N,D,V",
     help="tokens, features, vocabulary",
   )
+
+
+def each_size(
+  kinds: Iterable[str],
+  dtypes: Iterable[str],
+  sizes: Iterable[tuple[int, int, int]],
+) -> list[Size]:
+  """Every combination; the kinds of one size and dtype share a floor."""
+  return [
+    Size(
+      kind=kind,
+      tokens=tokens,
+      features=features,
+      vocabulary=vocabulary,
+      dtype=dtype,
+    )
+    for tokens, features, vocabulary in sizes
+    for dtype in dtypes
+    for kind in kinds
+  ]
 
 
 def limit_of(arguments: argparse.Namespace) -> int:

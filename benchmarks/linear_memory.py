@@ -248,7 +248,7 @@ def main():
   limit = _linear.limit_of(arguments)
   quick = arguments.quick
   sizes = arguments.sizes or ([(512, 32, 2048)] if quick else PROCESS_SIZES)
-  make = functools.partial(_make, arguments.kinds, arguments.dtypes)
+  make = functools.partial(_linear.each_size, arguments.kinds, arguments.dtypes)
   _linear.print_hardware()
 
   def emit(row):
@@ -257,7 +257,7 @@ def main():
   processes, compiled, flat, plotted = [], [], [], []
   # First, while this process is small: a child's peak starts at its parent's.
   if "process" in arguments.parts:
-    for size in _make(arguments.process_kinds, ("float32",), sizes):
+    for size in _linear.each_size(arguments.process_kinds, ("float32",), sizes):
       for form in ("ours", "dense"):
         processes.append(emit(process_row(size, form, token_block, limit)))
   if "compiler" in arguments.parts:
@@ -268,13 +268,17 @@ def main():
     swept = [(tokens, features, vocabulary) for tokens in counts]
     flat = [
       emit(compiled_row(size, token_block))
-      for size in _make(arguments.kinds, arguments.dtypes[:1], swept)
+      for size in _linear.each_size(
+        arguments.kinds, arguments.dtypes[:1], swept
+      )
     ]
   if arguments.plot:
     tokens, features, _ = sizes[0]
     vocabularies = (512, 2048) if quick else arguments.plot_vocabularies
     swept = [(tokens, features, vocabulary) for vocabulary in vocabularies]
-    for size in _make(arguments.kinds[:1], arguments.dtypes[:1], swept):
+    for size in _linear.each_size(
+      arguments.kinds[:1], arguments.dtypes[:1], swept
+    ):
       times = _linear.measure(
         size,
         forms=("ours", "dense", "plain", "optax"),
@@ -285,21 +289,6 @@ def main():
       plotted.append(emit(compiled_row(size, token_block) | times))
     plot(plotted, arguments.plot)
   print_tables(compiled, flat, processes, plotted)
-
-
-def _make(kinds, dtypes, sizes):
-  return [
-    _linear.Size(
-      kind=kind,
-      tokens=tokens,
-      features=features,
-      vocabulary=vocabulary,
-      dtype=dtype,
-    )
-    for dtype in dtypes
-    for kind in kinds
-    for tokens, features, vocabulary in sizes
-  ]
 
 
 if __name__ == "__main__":

@@ -172,19 +172,10 @@ def main():
   )
   _linear.print_hardware()
   rows = []
-  for tokens, features, vocabulary in sizes:
-    for dtype in arguments.dtypes:
-      for kind in arguments.kinds:
-        size = _linear.Size(
-          kind=kind,
-          tokens=tokens,
-          features=features,
-          vocabulary=vocabulary,
-          dtype=dtype,
-        )
-        for name in arguments.meshes:
-          for row in measure(name, size):
-            rows.append(_linear.emit(row, arguments.json))
+  for size in _linear.each_size(arguments.kinds, arguments.dtypes, sizes):
+    for name in arguments.meshes:
+      for row in measure(name, size):
+        rows.append(_linear.emit(row, arguments.json))
   _linear.print_table(
     "A device of eight: products to its share, what it sends, in heads of"
     " float32 and in MiB, the largest collective's elements to the logits that"

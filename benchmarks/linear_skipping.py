@@ -70,19 +70,10 @@ def main():
   )
   _linear.print_hardware()
   rows = []
-  for tokens, features, vocabulary in sizes:
-    for dtype in arguments.dtypes:
-      for kind in arguments.kinds:
-        size = _linear.Size(
-          kind=kind,
-          tokens=tokens,
-          features=features,
-          vocabulary=vocabulary,
-          dtype=dtype,
-        )
-        limit = _linear.limit_of(arguments)
-        for row in measure(size, arguments.rounds, limit):
-          rows.append(_linear.emit(row, arguments.json))
+  limit = _linear.limit_of(arguments)
+  for size in _linear.each_size(arguments.kinds, arguments.dtypes, sizes):
+    for row in measure(size, arguments.rounds, limit):
+      rows.append(_linear.emit(row, arguments.json))
   _linear.print_table(
     "Seconds of CPU time, and over the own time of all (quartiles)",
     [*_linear.SIZE_NAMES, "form", "weighted", "CPU s", "wall s", "to all"],

@@ -97,23 +97,15 @@ def main():
   )
   _linear.print_hardware()
   rows = []
-  for tokens, features, vocabulary in sizes:
-    for dtype in arguments.dtypes:
-      for kind in arguments.kinds:
-        row = _linear.measure(
-          _linear.Size(
-            kind=kind,
-            tokens=tokens,
-            features=features,
-            vocabulary=vocabulary,
-            dtype=dtype,
-          ),
-          forms=tuple(arguments.forms),
-          values=tuple(n for n in ("ours", "dense") if n in arguments.forms),
-          rounds=arguments.rounds,
-          limit=_linear.limit_of(arguments),
-        )
-        rows.append(_linear.emit(row, arguments.json))
+  for size in _linear.each_size(arguments.kinds, arguments.dtypes, sizes):
+    row = _linear.measure(
+      size,
+      forms=tuple(arguments.forms),
+      values=tuple(n for n in ("ours", "dense") if n in arguments.forms),
+      rounds=arguments.rounds,
+      limit=_linear.limit_of(arguments),
+    )
+    rows.append(_linear.emit(row, arguments.json))
   print_tables(rows)
 
 

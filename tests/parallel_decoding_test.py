@@ -826,6 +826,37 @@ def test_a_wrong_rule_is_refused(options, message):
     )
 
 
+@pytest.mark.parametrize(
+  ("kind", "changes", "message"),
+  [
+    (TypeError, {"state": 1.0}, "state must be a mapping"),
+    (ValueError, {"state": {"video": jnp.ones((1, 1))}}, "state must have the"),
+    (ValueError, {"index": jnp.array([0, 1])}, "index must share the batch"),
+    (TypeError, {"index": jnp.ones(1)}, "index must have integer dtype"),
+    (TypeError, {"predict": 3}, "predict must be callable"),
+    (
+      ValueError,
+      {"predict": lambda state, time: {"video": state["video"]}},
+      "what predict returns must have the modalities",
+    ),
+    (
+      ValueError,
+      {"predict": lambda state, time: {n: jnp.ones((1, 2)) for n in state}},
+      "what predict returns must match state",
+    ),
+  ],
+)
+def test_a_wrong_state_or_prediction_is_refused(kind, changes, message):
+  arguments = {
+    "predict": lambda state, time: dict(state),
+    "state": STATE,
+    "index": jnp.array([0]),
+    **changes,
+  }
+  with pytest.raises(kind, match=f"{message}.*; received"):
+    teacher.teacher_target(flow=GOLDEN, **arguments)
+
+
 def test_few_steps_by_exact_heads_are_the_fine_steps():
   """Heads that are the teacher's targets along their own trajectory."""
   flow = FlowSchedule(32, BOTH)

@@ -262,7 +262,7 @@ def alone(name, **options):
   return {key: run(key, mesh, **options) for key in objectives}
 
 
-def joined(name, folder, *options, timeout=240):
+def joined(name, folder, *options, timeout=480):
   """By mesh, objective and process, what several processes train."""
   with socket.socket() as probe:
     probe.bind(("localhost", 0))

@@ -22,7 +22,6 @@ in the noise level. All but rk4 are exact on straight paths.
 """
 
 from collections.abc import Callable
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -32,8 +31,9 @@ import numpy as np
 from diffusion_objectives._core import checks
 from diffusion_objectives._core import numerics
 from diffusion_objectives.objectives.parallel_decoding import schedule
+from diffusion_objectives.objectives.parallel_decoding import states
 
-State = Mapping[str, jax.Array]
+State = states.State
 Predict = Callable[[State, jax.Array], State]
 
 SOLVERS = ("euler", "midpoint", "midpoint_corrected", "heun", "rk4")
@@ -77,7 +77,7 @@ def guided(
   def predict(state, time):
     with_, without = conditional(state, time), unconditional(state, time)
     return jax.tree.map(
-      lambda c, u: _wide(u) + weight * (_wide(c) - _wide(u)),
+      lambda c, u: states.wide(u) + weight * (states.wide(c) - states.wide(u)),
       dict(with_),
       dict(without),
     )
@@ -130,7 +130,15 @@ def teacher_target(
       ValueError, f"solver must be one of {SOLVERS}", repr(solver)
     )
   clock = _clock(flow, stage_clock)
+  states.check(flow, "state", state)
   checks.array("index", index, dtype="integer", axes=("batch",))
+  rows_at_hand = next(iter(state.values())).shape[0]
+  if index.shape[0] != rows_at_hand:
+    raise checks.fail(
+      ValueError,
+      "index must share the batch axis of the state",
+      f"{index.shape[0]} and {rows_at_hand}",
+    )
   is_within = (index >= 0) & (index < flow.intervals)
   if checks.is_concrete(is_within) and not np.all(is_within):
     raise checks.fail(
@@ -139,18 +147,22 @@ def teacher_target(
       np.asarray(index).tolist(),
     )
   rows = jnp.where(is_within, index, 0)
-  start = {name: _wide(array) for name, array in state.items()}
+  start = {name: states.wide(array) for name, array in state.items()}
   widest = max((x.dtype for x in start.values()), key=lambda d: d.itemsize)
   begin, end = flow.nodes[:-1], flow.nodes[1:]
   middle = (begin + end) / 2 if clock == "base" else _middle_of_sigma(flow)
 
   def at(times, moved):
     given = predict(moved, jnp.asarray(times, widest)[rows])
-    if set(given) != set(start):
-      raise checks.fail(
-        ValueError, f"predict must return {tuple(start)}", tuple(given)
-      )
-    return {name: _wide(given[name]) for name in start}
+    states.check(flow, "what predict returns", given)
+    for name, x in start.items():
+      if given[name].shape != x.shape:
+        raise checks.fail(
+          ValueError,
+          f"what predict returns must match state[{name!r}] shape",
+          f"{given[name].shape} and {x.shape}",
+        )
+    return {name: states.wide(given[name]) for name in start}
 
   def along(steps, directions):
     return {
@@ -243,7 +255,3 @@ def _row(table: np.ndarray, rows: jax.Array, like: jax.Array) -> jax.Array:
   """`[batch]` entries of a float64 table, cast once, shaped as a state."""
   entries = jnp.asarray(table, like.dtype)[rows]
   return entries.reshape(-1, *(1,) * (like.ndim - 1))
-
-
-def _wide(array: Any) -> jax.Array:
-  return numerics.cast(array, numerics.accumulation_dtype(array.dtype))

@@ -26,8 +26,9 @@ import numpy as np
 from diffusion_objectives._core import checks
 from diffusion_objectives._core import numerics
 from diffusion_objectives.objectives.parallel_decoding import schedule
+from diffusion_objectives.objectives.parallel_decoding import states
 
-State = Mapping[str, jax.Array]
+State = states.State
 
 
 def advance_block(
@@ -70,7 +71,7 @@ def advance_block(
 
   Source: arXiv:2607.26004, algorithm 3.
   """
-  _check_state(flow, "state", state)
+  states.check(flow, "state", state)
   count = _check_heads(flow, state, heads)
   rows = next(iter(state.values())).shape[0]
   offset = _offset(flow, head_offset, count)
@@ -136,8 +137,8 @@ def advance_fused(
     >>> moved["image"].tolist()
     [[0.5]]
   """
-  _check_state(flow, "state", state)
-  _check_state(flow, "velocity", velocity)
+  states.check(flow, "state", state)
+  states.check(flow, "velocity", velocity)
   first, last = block(flow, start, end)
   nodes = flow.nodes
   widths = flow.increment(nodes[first], nodes[last])
@@ -218,14 +219,7 @@ def fuse_head_parameters(
 
   def fuse(path, array):
     label = f"parameters{jax.tree_util.keystr(path)}"
-    if not checks.is_array(array) or not jnp.issubdtype(
-      array.dtype, jnp.floating
-    ):
-      raise checks.fail(
-        TypeError,
-        f"{label} must be a floating-point array",
-        checks.describe(array),
-      )
+    states.check_floating(label, array)
     if not -array.ndim <= axis < array.ndim or (
       array.shape[axis] != flow.intervals
     ):
@@ -271,7 +265,7 @@ def sample(
     >>> sample(flow, towards, {"image": jnp.ones((1, 1))}, (0, 4))["image"]
     Array([[3.]], dtype=float32)
   """
-  _check_state(flow, "noise", noise)
+  states.check(flow, "noise", noise)
   if nodes[0] != 0 or nodes[-1] != flow.intervals:
     raise checks.fail(
       ValueError, f"nodes must rise from 0 to {flow.intervals}", nodes
@@ -302,8 +296,8 @@ def data_from_head(
     >>> data_from_head(flow, one, one, 2)["image"].tolist()
     [[0.5]]
   """
-  _check_state(flow, "state", state)
-  _check_state(flow, "head", head)
+  states.check(flow, "state", state)
+  states.check(flow, "head", head)
   rows = _indices("index", index, next(iter(state.values())).shape[0])
   minus = {name: -sigmas for name, sigmas in flow.sigmas.items()}
   return _moved(minus, state, head, rows)
@@ -334,8 +328,8 @@ def data_from_points(
     >>> data_from_points(flow, one, two, 0, 2)["image"].tolist()
     [[3.0]]
   """
-  _check_state(flow, "state", state)
-  _check_state(flow, "next_state", next_state)
+  states.check(flow, "state", state)
+  states.check(flow, "next_state", next_state)
   first, last = block(flow, start, end)
   widths = flow.increment(flow.nodes[first], flow.nodes[last])
   chords = {
@@ -343,7 +337,7 @@ def data_from_points(
     for name in flow.modalities
   }
   apart = {
-    name: _wide(next_state[name]) - _wide(state[name])
+    name: states.wide(next_state[name]) - states.wide(state[name])
     for name in flow.modalities
   }
   rows = jnp.zeros(next(iter(state.values())).shape[0], jnp.int32)
@@ -378,10 +372,6 @@ def _moved(
   return moved
 
 
-def _wide(array: jax.Array) -> jax.Array:
-  return numerics.cast(array, numerics.accumulation_dtype(array.dtype))
-
-
 def block(flow: schedule.FlowSchedule, start: Any, end: Any) -> tuple[int, int]:
   """Checks a static block, `0 <= start < end <= N`."""
   if start != 0 or isinstance(start, bool):
@@ -396,44 +386,9 @@ def block(flow: schedule.FlowSchedule, start: Any, end: Any) -> tuple[int, int]:
   return first, last
 
 
-def _check_state(flow: schedule.FlowSchedule, name: str, state: Any) -> None:
-  if not isinstance(state, Mapping):
-    raise checks.fail(
-      TypeError,
-      f"{name} must be a mapping from modality to array",
-      checks.describe(state),
-    )
-  if set(state) != set(flow.modalities):
-    raise checks.fail(
-      ValueError,
-      f"{name} must have the modalities of the schedule, {flow.modalities}",
-      tuple(state),
-    )
-  sizes = set()
-  for modality, array in state.items():
-    label = f"{name}[{modality!r}]"
-    if not checks.is_array(array) or not jnp.issubdtype(
-      array.dtype, jnp.floating
-    ):
-      raise checks.fail(
-        TypeError,
-        f"{label} must be a floating-point array",
-        checks.describe(array),
-      )
-    if not array.shape:
-      raise checks.fail(
-        ValueError, f"{label} must be batch-major, not scalar", "shape ()"
-      )
-    sizes.add(array.shape[0])
-  if len(sizes) > 1:
-    raise checks.fail(
-      ValueError, f"{name} must have one batch size", sorted(sizes)
-    )
-
-
 def _check_heads(flow: schedule.FlowSchedule, state: State, heads: Any) -> int:
   """The number of heads at hand."""
-  _check_state(flow, "heads", heads)
+  states.check(flow, "heads", heads)
   counts = set()
   for name, array in heads.items():
     wanted = state[name].shape
