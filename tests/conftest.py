@@ -18,6 +18,9 @@ hypothesis.settings.register_profile(
   "dev", max_examples=25, deadline=None, print_blob=True
 )
 hypothesis.settings.register_profile(
+  "brief", max_examples=10, deadline=None, derandomize=True, database=None
+)
+hypothesis.settings.register_profile(
   "gate", max_examples=100, deadline=None, derandomize=True, database=None
 )
 hypothesis.settings.register_profile(
