@@ -19,6 +19,9 @@ from diffusion_objectives.batches import (
 )
 from diffusion_objectives.batches import TopKTeacher as TopKTeacher
 from diffusion_objectives.batches import shift_right as shift_right
+from diffusion_objectives.objectives import (
+  parallel_decoding as parallel_decoding,
+)
 from diffusion_objectives.objectives.cross_entropy import (
   weighted_cross_entropy_loss as weighted_cross_entropy_loss,
 )
@@ -48,6 +51,18 @@ from diffusion_objectives.objectives.linear_vocabulary import (
 )
 from diffusion_objectives.objectives.linear_vocabulary import (
   linear_weighted_cross_entropy_loss as linear_weighted_cross_entropy_loss,
+)
+from diffusion_objectives.objectives.parallel_decoding import (
+  FlowSchedule as FlowSchedule,
+)
+from diffusion_objectives.objectives.parallel_decoding import (
+  ParallelDecodingBatch as ParallelDecodingBatch,
+)
+from diffusion_objectives.objectives.parallel_decoding import (
+  pdd_head_loss as pdd_head_loss,
+)
+from diffusion_objectives.objectives.parallel_decoding import (
+  pdd_modality_losses as pdd_modality_losses,
 )
 from diffusion_objectives.outputs import LossOutput as LossOutput
 from diffusion_objectives.outputs import WeightedMetric as WeightedMetric

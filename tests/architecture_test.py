@@ -11,6 +11,7 @@ import pytest
 
 import diffusion_objectives as do
 from diffusion_objectives import corruption
+from diffusion_objectives import parallel_decoding
 from diffusion_objectives.testing import laws
 from diffusion_objectives.trainers import accumulate
 from diffusion_objectives.trainers import accumulate_nnx
@@ -224,7 +225,7 @@ def test_a_loss_takes_a_prediction_a_batch_and_keywords(name):
   if names[0] == "hidden":  # with the head it is the prediction
     assert names[1] == "head"
     del parameters[1], names[1]
-  assert names[0] in ("logits", "prediction", "hidden")
+  assert names[0] in ("logits", "prediction", "hidden", "heads")
   assert names[1] == "batch"
   assert {p.kind for p in parameters[2:]} <= {inspect.Parameter.KEYWORD_ONLY}
   assert parameters[2:]
@@ -241,7 +242,8 @@ def test_a_loss_takes_a_prediction_a_batch_and_keywords(name):
 def public():
   """Every function and class that a user calls, by its dotted name."""
   named = {f"do.{name}": value for name, value in vars(do).items()}
-  for module in (corruption, accumulate, accumulate_nnx, tunix):
+  modules = (corruption, parallel_decoding, accumulate, accumulate_nnx, tunix)
+  for module in modules:
     for name, value in vars(module).items():
       if inspect.isfunction(value) and value.__module__.startswith(
         module.__name__

@@ -111,8 +111,16 @@ def same_shape(
     )
 
 
-def batch_major(name: str, tree: Any, *, batch: Any) -> None:
+def batch_major(
+  name: str, tree: Any, *, batch: Any, of: str = "target_ids"
+) -> None:
   """Checks that a pytree holds arrays, each with `batch` as its first axis.
+
+  Args:
+    name: how the message names the pytree.
+    tree: what was passed.
+    batch: the size of the first axis.
+    of: whose size that is.
 
   Raises:
     TypeError: a leaf is no array, or is complex, a string or a PRNG key.
@@ -138,7 +146,7 @@ def batch_major(name: str, tree: Any, *, batch: Any) -> None:
     if leaf.shape[0] != batch:
       raise fail(
         ValueError,
-        f"{label} must share the first axis of target_ids",
+        f"{label} must share the first axis of {of}",
         f"batch size {leaf.shape[0]}; expected {batch}",
       )
     if not _is_real_dtype(leaf.dtype):

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_objectives import batches
 from diffusion_objectives import outputs
 from diffusion_objectives._core import numerics
 from diffusion_objectives.testing import strategies
@@ -46,7 +45,7 @@ class _Subject:
     self.batched = jax.jit(jax.vmap(self._traced))
     self.slopes = jax.jit(self._slopes)
     self.constant = jax.jit(
-      jax.grad(self._sum_in_teacher, argnums=2, allow_int=True)
+      jax.grad(self._sum_in_constants, argnums=2, allow_int=True)
     )
 
   def _traced(self, prediction: Any, batch: Any) -> outputs.LossOutput:
@@ -83,10 +82,10 @@ class _Subject:
       (moved(step) - moved(-step)) / (2 * step),
     )
 
-  def _sum_in_teacher(
-    self, prediction: Any, batch: Any, teacher: Any
+  def _sum_in_constants(
+    self, prediction: Any, batch: Any, constants: Any
   ) -> jax.Array:
-    return self._sum(prediction, dataclasses.replace(batch, teacher=teacher))
+    return self._sum(prediction, dataclasses.replace(batch, **constants))
 
 
 def _ratio(metric: outputs.WeightedMetric) -> float:
@@ -254,10 +253,8 @@ def gradients_are_finite(subject: _Subject, case: strategies.Case) -> None:
 
 def empty_batch_is_zero(subject: _Subject, case: strategies.Case) -> None:
   """Without weight the sum, its gradient and the mean are exactly 0."""
-  weights = strategies.token_part(case.batch).loss_weights
-  batch = strategies.replace_tokens(
-    case.batch, loss_weights=np.zeros_like(weights)
-  )
+  nothing = jax.tree.map(np.zeros_like, strategies.activity(case.batch))
+  batch = strategies.replace_activity(case.batch, nothing)
   output, gradient = subject.compiled(case.prediction, batch)
   assert float(output.primary_loss.unreduced_sum) == 0
   assert _ratio(output.primary_loss) == 0
@@ -270,8 +267,10 @@ def weights_scale_the_sum(subject: _Subject, case: strategies.Case) -> None:
   the denominator times exactly that (its unit is the weights), its square, or
   unchanged (its unit is another). A clamp or an epsilon is none of these."""
   factor = np.float32(2.0**-40)
-  weights = strategies.token_part(case.batch).loss_weights
-  scaled = strategies.replace_tokens(case.batch, loss_weights=factor * weights)
+  weights = strategies.activity(case.batch)
+  if not isinstance(weights, np.ndarray):  # masks, which are no numbers
+    return
+  scaled = strategies.replace_activity(case.batch, factor * weights)
   one, gradient = subject.compiled(case.prediction, case.batch)
   two, small = subject.compiled(case.prediction, scaled)
   one, two = one.primary_loss, two.primary_loss
@@ -291,8 +290,10 @@ def active_ids_outside_the_vocabulary_are_nan(
   subject: _Subject, case: strategies.Case
 ) -> None:
   """Under trace, where an id cannot be refused, it gives NaN."""
+  if not subject.uses_targets:
+    return
   tokens = strategies.token_part(case.batch)
-  if not subject.uses_targets or not tokens.loss_weights.any():
+  if not tokens.loss_weights.any():
     return
   position = tuple(np.argwhere(tokens.loss_weights)[0])
   vocabulary = jax.tree.leaves(case.prediction)[0].shape[-1]
@@ -306,7 +307,9 @@ def active_ids_outside_the_vocabulary_are_nan(
 
 def active_nan_is_nan(subject: _Subject, case: strategies.Case) -> None:
   """NaN in the prediction at an active position is not swallowed."""
-  weights = strategies.token_part(case.batch).loss_weights
+  weights = strategies.activity(case.batch)
+  if not isinstance(weights, np.ndarray):  # the prediction has other axes
+    weights = strategies.first_axis_activity(case.batch)
   if not weights.any():
     return
   row = tuple(np.argwhere(weights)[0])
@@ -377,10 +380,11 @@ def sharded_equals_unsharded(subject: _Subject, case: strategies.Case) -> None:
 
 
 def teacher_is_constant(subject: _Subject, case: strategies.Case) -> None:
-  """No gradient reaches the teacher of a distillation batch."""
-  if not isinstance(case.batch, batches.DiffusionDistillationBatch):
+  """No gradient reaches a batch's teacher, or targets made by one."""
+  constants = strategies.constants(case.batch)
+  if not constants:
     return
-  gradient = subject.constant(case.prediction, case.batch, case.batch.teacher)
+  gradient = subject.constant(case.prediction, case.batch, constants)
   for leaf in jax.tree.leaves(gradient):
     # Integers have no gradient: JAX gives them a dtype without values.
     is_number = leaf.dtype != jax.dtypes.float0
@@ -462,8 +466,9 @@ def suite(
     loss: `(prediction, batch) -> LossOutput`, hyper-parameters bound.
     oracle: `(prediction, batch) -> (sum, denominator)` in float64 NumPy.
     build: from a `strategies.Regime` to a `strategies.Case`;
-      `strategies.token_case`, `distillation_case`, `top_k_case` or
-      `sampled_case`, or your own with either kind of batch.
+      `strategies.token_case`, `distillation_case`, `top_k_case`,
+      `sampled_case` or `parallel_decoding_case`, or your own with one of their
+      kinds of batch.
     poison: fills what must be inert with an id and a value.
     uses_targets: whether the loss reads `target_ids`; if so, an active id
       outside the vocabulary must give NaN.

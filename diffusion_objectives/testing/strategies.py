@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from diffusion_objectives import batches
+from diffusion_objectives.objectives import parallel_decoding
 
 # (batch, length, vocabulary): the least, odd co-primes, and two whose batch
 # divides over 2 and 4 devices.
@@ -204,6 +205,111 @@ def replace_tokens(batch: Any, **changes: Any) -> Any:
       student_batch=dataclasses.replace(batch.student_batch, **changes),
     )
   return dataclasses.replace(batch, **changes)
+
+
+def parallel_decoding_case(regime: Regime, *, heads: int = 4) -> Case:
+  """Heads of two modalities and a `ParallelDecodingBatch`.
+
+  A regime's `(batch, length, vocabulary)` gives video `[batch, length, 2]` and
+  audio `[batch, vocabulary]`, its weights the valid elements. The buckets that
+  carry `is_supervised` have a window of heads.
+  """
+  rng = np.random.default_rng(regime.seed)
+  rows, length, width = regime.shape
+  shapes = {"video": (rows, length, 2), "audio": (rows, width)}
+  is_valid = position_weights(regime, rng) > 0
+  valid = {
+    "video": np.stack([is_valid] * 2, axis=-1),
+    "audio": is_valid[:, :1] & (rng.random((rows, width)) < 0.7),
+  }
+
+  def drawn(axes=()):
+    return {
+      name: (
+        regime.scale * rng.standard_normal((shape[0], *axes, *shape[1:]))
+      ).astype(np.float32)
+      for name, shape in shapes.items()
+    }
+
+  offset = rng.integers(0, 28, rows, dtype=np.int32)
+  position = rng.integers(0, heads, rows, dtype=np.int32)
+  is_window = SHAPES.index(regime.shape) % 2 == 1
+  index = offset + position if is_window else position
+  batch = parallel_decoding.ParallelDecodingBatch(
+    start=(index - rng.integers(0, position + 1)).astype(np.int32),
+    index=index,
+    state=drawn(),
+    target=drawn(),
+    valid=valid,
+    head_offset=offset if is_window else None,
+  )
+  return Case(
+    prediction=drawn((heads,)),
+    batch=batch,
+    magnitude=10.0 * rows * (regime.scale + regime.scale**2),
+  )
+
+
+def poison_elements(case: Case, token_id: int, value: float) -> Case:
+  """Fills every element that is not valid, and the indices of empty rows."""
+  valid = case.batch.valid
+
+  def fill(name: str, array: np.ndarray) -> np.ndarray:
+    is_valid = valid[name] if array.ndim == valid[name].ndim else None
+    if is_valid is None:  # heads
+      is_valid = valid[name][:, None]
+    return np.where(is_valid, array, np.asarray(value).astype(array.dtype))
+
+  is_used = first_axis_activity(case.batch)
+  batch = dataclasses.replace(
+    case.batch,
+    **{
+      name: {key: fill(key, x) for key, x in getattr(case.batch, name).items()}
+      for name in ("state", "target")
+    },
+    **{
+      name: np.where(is_used, x, np.int32(token_id))
+      for name in ("start", "index", "head_offset")
+      if (x := getattr(case.batch, name)) is not None
+    },
+  )
+  prediction = {key: fill(key, x) for key, x in case.prediction.items()}
+  return dataclasses.replace(case, prediction=prediction, batch=batch)
+
+
+# What the laws need of a batch, of any kind.
+
+
+def activity(batch: Any) -> Any:
+  """What says which positions count: weights, or boolean masks."""
+  if isinstance(batch, parallel_decoding.ParallelDecodingBatch):
+    return batch.valid
+  return token_part(batch).loss_weights
+
+
+def replace_activity(batch: Any, changed: Any) -> Any:
+  """A batch with another `activity`."""
+  if isinstance(batch, parallel_decoding.ParallelDecodingBatch):
+    return dataclasses.replace(batch, valid=changed)
+  return replace_tokens(batch, loss_weights=changed)
+
+
+def first_axis_activity(batch: Any) -> np.ndarray:
+  """`[batch]`, whether a row counts at all."""
+  rows = [
+    np.any(np.asarray(x), axis=tuple(range(1, x.ndim)))
+    for x in jax.tree.leaves(activity(batch))
+  ]
+  return np.any(rows, axis=0)
+
+
+def constants(batch: Any) -> dict[str, Any]:
+  """The fields of a batch that no gradient may reach."""
+  if isinstance(batch, batches.DiffusionDistillationBatch):
+    return {"teacher": batch.teacher}
+  if isinstance(batch, parallel_decoding.ParallelDecodingBatch):
+    return {"state": batch.state, "target": batch.target}
+  return {}
 
 
 def poison_tokens(case: Case, token_id: int, value: float) -> Case:

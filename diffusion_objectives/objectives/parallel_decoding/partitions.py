@@ -114,6 +114,10 @@ def block_sizes(intervals: int, smallest: Any, largest: Any) -> tuple[int, int]:
     TypeError: not integers.
     ValueError: not positive, `L_min` beyond `L_max` or no divisor of `N` (the
       last heads would never be trained), or `L_max` beyond `N`.
+
+  Example:
+    >>> block_sizes(32, 4, 8)
+    (4, 8)
   """
   low = checks.positive_integer("block_size_min", smallest)
   high = checks.positive_integer("block_size_max", largest)

@@ -20,7 +20,8 @@ levels beyond `M` are cut to it. A base time that is cut is that of `M`,
 
 so that (1) and (2) hold with `min(u, u*)`.
 
-All of it is float64 on the host, to be cast once where it is used.
+All of it is float64 on the host, to be cast once where it is used; of a JAX
+array of times, such as a network is called with, it is of the array's dtype.
 """
 
 from collections.abc import Mapping
@@ -28,6 +29,8 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diffusion_objectives._core import checks
@@ -45,6 +48,11 @@ class FlowSchedule:
     shifts: `(modality, c)` pairs.
     end: `M`, the first base time.
     fixed_point: "end", or "one" for a single modality.
+
+  Example:
+    >>> flow = FlowSchedule(4, {"video": 12.0, "audio": 3.0})
+    >>> flow.sigmas["audio"].round(4).tolist()
+    [0.999, 0.8991, 0.7492, 0.4995, 0.0]
   """
 
   intervals: int
@@ -178,7 +186,7 @@ class FlowSchedule:
   def slope(self, times: Any) -> dict[str, Any]:
     """`d sigma / du = c F^2 / D(u)^2` at base times, 0 where they are cut."""
     return {
-      name: np.where(
+      name: _numpy_of(times).where(
         times > self._latest(shift),
         0.0,
         shift * self._fixed**2 / self._scale(shift, times) ** 2,
@@ -202,7 +210,7 @@ class FlowSchedule:
     return self.end / (shift - (shift - 1) * self.end)
 
   def _cut(self, shift: float, times: Any) -> Any:
-    return np.minimum(times, self._latest(shift))
+    return _numpy_of(times).minimum(times, self._latest(shift))
 
   def _scale(self, shift: float, times: Any) -> Any:
     return self._fixed + (shift - 1) * self._cut(shift, times)
@@ -214,3 +222,8 @@ class FlowSchedule:
     """(2), with `b - a` as it is known best."""
     scales = self._scale(shift, start) * self._scale(shift, end)
     return shift * self._fixed**2 * width / scales
+
+
+def _numpy_of(times: Any) -> Any:
+  """The library that an array is of."""
+  return jnp if isinstance(times, jax.Array) else np

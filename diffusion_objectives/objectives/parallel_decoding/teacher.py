@@ -130,15 +130,9 @@ def teacher_target(
       ValueError, f"solver must be one of {SOLVERS}", repr(solver)
     )
   clock = _clock(flow, stage_clock)
-  states.check(flow, "state", state)
-  checks.array("index", index, dtype="integer", axes=("batch",))
-  rows_at_hand = next(iter(state.values())).shape[0]
-  if index.shape[0] != rows_at_hand:
-    raise checks.fail(
-      ValueError,
-      "index must share the batch axis of the state",
-      f"{index.shape[0]} and {rows_at_hand}",
-    )
+  states.check_rows_of_integers(
+    "index", index, states.check(flow, "state", state)
+  )
   is_within = (index >= 0) & (index < flow.intervals)
   if checks.is_concrete(is_within) and not np.all(is_within):
     raise checks.fail(
@@ -154,14 +148,8 @@ def teacher_target(
 
   def at(times, moved):
     given = predict(moved, jnp.asarray(times, widest)[rows])
-    states.check(flow, "what predict returns", given)
-    for name, x in start.items():
-      if given[name].shape != x.shape:
-        raise checks.fail(
-          ValueError,
-          f"what predict returns must match state[{name!r}] shape",
-          f"{given[name].shape} and {x.shape}",
-        )
+    states.check_rows("what predict returns", given)
+    states.check_like("what predict returns", given, "state", start)
     return {name: states.wide(given[name]) for name in start}
 
   def along(steps, directions):
@@ -194,9 +182,7 @@ def teacher_target(
       rest = {name: 1 - share[name] for name in start}
       target = mean([(rest, first), (share, target)])
   return {
-    name: jax.lax.stop_gradient(
-      numerics.poison(x, is_within.reshape(-1, *(1,) * (x.ndim - 1)))
-    )
+    name: jax.lax.stop_gradient(numerics.poison(x, states.by_row(is_within, x)))
     for name, x in target.items()
   }
 
@@ -253,5 +239,4 @@ def _middle_of_sigma(flow: schedule.FlowSchedule) -> np.ndarray:
 
 def _row(table: np.ndarray, rows: jax.Array, like: jax.Array) -> jax.Array:
   """`[batch]` entries of a float64 table, cast once, shaped as a state."""
-  entries = jnp.asarray(table, like.dtype)[rows]
-  return entries.reshape(-1, *(1,) * (like.ndim - 1))
+  return states.by_row(jnp.asarray(table, like.dtype)[rows], like)

@@ -38,7 +38,7 @@ def advance_block(
   start: Any,
   end: Any,
   *,
-  head_offset: int = 0,
+  head_offset: Any = 0,
 ) -> dict[str, jax.Array]:
   """The state after each row's own block, (1).
 
@@ -51,7 +51,8 @@ def advance_block(
     heads: `[batch, heads, ...]` floating-point, by modality.
     start: `[batch]` integers, or one for all.
     end: `[batch]` integers, or one for all, exclusive.
-    head_offset: the interval of the first head at hand.
+    head_offset: the interval of the first head at hand, an integer or
+      `[batch]` of them.
 
   Returns:
     States in at least float32. Under trace, a row whose block is not covered by
@@ -71,39 +72,49 @@ def advance_block(
 
   Source: arXiv:2607.26004, algorithm 3.
   """
-  states.check(flow, "state", state)
-  count = _check_heads(flow, state, heads)
-  rows = next(iter(state.values())).shape[0]
-  offset = _offset(flow, head_offset, count)
-  start, end = (
-    _indices(name, value, rows)
-    for name, value in (("start", start), ("end", end))
+  rows = states.check(flow, "state", state)
+  count = states.check_heads("heads", heads, "state", state)
+  offset, start, end = (
+    states.integers(name, value, rows)
+    for name, value in (
+      ("head_offset", head_offset),
+      ("start", start),
+      ("end", end),
+    )
   )
-  covered = (offset <= start) & (start <= end) & (end <= offset + count)
-  if checks.is_concrete(covered) and not np.all(covered):
+  is_on_grid = (offset >= 0) & (offset + count <= flow.intervals)
+  if checks.is_concrete(is_on_grid) and not np.all(is_on_grid):
     raise checks.fail(
       ValueError,
-      f"blocks must lie within the heads at hand, {offset} to"
-      f" {offset + count}, and end no earlier than they start",
-      f"start {np.asarray(start).tolist()} and end {np.asarray(end).tolist()}",
+      f"heads must lie within the {flow.intervals} intervals",
+      f"{count} from {np.asarray(offset).tolist()}",
     )
-  intervals = offset + jnp.arange(count, dtype=jnp.int32)[None, :]
+  is_covered = (offset <= start) & (start <= end) & (end <= offset + count)
+  if checks.is_concrete(is_covered) and not np.all(is_covered):
+    raise checks.fail(
+      ValueError,
+      "blocks must lie within the heads at hand, and end no earlier than they"
+      " start",
+      f"start {np.asarray(start).tolist()} and end {np.asarray(end).tolist()}"
+      f" of {count} heads from {np.asarray(offset).tolist()}",
+    )
+  intervals = offset[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
   is_within = (intervals >= start[:, None]) & (intervals < end[:, None])
 
   def move(name):
+    x, directions = state[name], heads[name]
     dtype = numerics.accumulation_dtype(
-      numerics.product_dtype(state[name].dtype, heads[name].dtype)
+      numerics.product_dtype(x.dtype, directions.dtype)
     )
-    widths = flow.increments[name][offset : offset + count]
-    rest = (1,) * (state[name].ndim - 1)
-    steps = jnp.asarray(widths, dtype).reshape(1, count, *rest)
-    directions = heads[name].astype(dtype)
+    axes = (rows, count, *(1,) * (len(x.shape) - 1))
+    widths = jnp.asarray(flow.increments[name], dtype)
+    steps = widths.at[intervals].get(mode="clip").reshape(axes)
     change = jnp.sum(
-      jnp.where(is_within.reshape(rows, count, *rest), steps * directions, 0),
+      jnp.where(is_within.reshape(axes), steps * directions.astype(dtype), 0),
       axis=1,
     )
-    moved = state[name].astype(dtype) + change
-    return numerics.poison(moved, covered.reshape(rows, *rest))
+    moved = x.astype(dtype) + change
+    return numerics.poison(moved, states.by_row(is_on_grid & is_covered, x))
 
   return {name: move(name) for name in flow.modalities}
 
@@ -298,7 +309,7 @@ def data_from_head(
   """
   states.check(flow, "state", state)
   states.check(flow, "head", head)
-  rows = _indices("index", index, next(iter(state.values())).shape[0])
+  rows = states.integers("index", index, len(next(iter(state.values()))))
   minus = {name: -sigmas for name, sigmas in flow.sigmas.items()}
   return _moved(minus, state, head, rows)
 
@@ -367,9 +378,43 @@ def _moved(
       .at[rows]
       .get(mode="fill", fill_value=jnp.nan)
     )
-    factor = entries.reshape(-1, *(1,) * (x.ndim - 1))
-    moved[name] = x.astype(dtype) + factor * y.astype(dtype)
+    moved[name] = x.astype(dtype) + states.by_row(entries, x) * y.astype(dtype)
   return moved
+
+
+def base_times(
+  flow: schedule.FlowSchedule, index: jax.Array, dtype: Any = jnp.float32
+) -> jax.Array:
+  """`[batch]` base times of nodes, what a network is called with.
+
+  A node beyond the grid is NaN.
+
+  Example:
+    >>> flow = schedule.FlowSchedule(4, {"image": 1.0}, end=1.0)
+    >>> base_times(flow, jnp.array([0, 1])).tolist()
+    [1.0, 0.75]
+  """
+  index = jnp.where(index < 0, flow.intervals + 1, index)  # JAX would wrap it
+  return (
+    jnp.asarray(flow.nodes, dtype)
+    .at[index]
+    .get(mode="fill", fill_value=jnp.nan)
+  )
+
+
+def window_offset(
+  flow: schedule.FlowSchedule, start: jax.Array, heads: int
+) -> jax.Array:
+  """Where a window of heads begins that covers those from `start` on.
+
+  It is `start`, or as much before it as the grid's end needs.
+
+  Example:
+    >>> flow = schedule.FlowSchedule(8, {"image": 1.0})
+    >>> window_offset(flow, jnp.array([0, 6]), 4).tolist()
+    [0, 4]
+  """
+  return jnp.minimum(start, flow.intervals - heads)
 
 
 def block(flow: schedule.FlowSchedule, start: Any, end: Any) -> tuple[int, int]:
@@ -384,49 +429,3 @@ def block(flow: schedule.FlowSchedule, start: Any, end: Any) -> tuple[int, int]:
       f"{first} and {last}",
     )
   return first, last
-
-
-def _check_heads(flow: schedule.FlowSchedule, state: State, heads: Any) -> int:
-  """The number of heads at hand."""
-  states.check(flow, "heads", heads)
-  counts = set()
-  for name, array in heads.items():
-    wanted = state[name].shape
-    if array.shape[:1] + array.shape[2:] != wanted or len(array.shape) < 2:
-      raise checks.fail(
-        ValueError,
-        f"heads[{name!r}] must have a state's shape with an axis of heads"
-        " after the batch",
-        f"{array.shape} for {wanted}",
-      )
-    counts.add(array.shape[1])
-  if len(counts) > 1:
-    raise checks.fail(
-      ValueError, "heads must be as many for each modality", sorted(counts)
-    )
-  return counts.pop()
-
-
-def _offset(flow: schedule.FlowSchedule, offset: Any, count: int) -> int:
-  if offset != 0 or isinstance(offset, bool):
-    checks.positive_integer("head_offset", offset)
-  if int(offset) + count > flow.intervals:
-    raise checks.fail(
-      ValueError,
-      f"heads must lie within the {flow.intervals} intervals",
-      f"{count} from {offset}",
-    )
-  return int(offset)
-
-
-def _indices(name: str, value: Any, rows: int) -> jax.Array:
-  if isinstance(value, int) and not isinstance(value, bool):
-    return jnp.full(rows, value, jnp.int32)
-  checks.array(name, value, dtype="integer", axes=("batch",))
-  if value.shape[0] != rows:
-    raise checks.fail(
-      ValueError,
-      f"{name} must share the batch axis",
-      f"{value.shape[0]}, {rows}",
-    )
-  return numerics.cast(value, jnp.dtype(jnp.int32))
